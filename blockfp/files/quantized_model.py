@@ -32,7 +32,7 @@ from . import released, untrusted
 from .atomic import replacing
 from .contents import Contents, Progress, Weight, quantized_entries, weight_in
 from .modelfile import METADATA, TAGS, Entry, Model, Tensor, write_safetensors
-from .names import FORMAT, no_values
+from .names import FORMAT, SUFFIXES, no_values
 
 KEY = "blockfp"
 VERSION = 1
@@ -188,6 +188,10 @@ def _of_state_dict(model: Model, tensors: dict[str, Tensor]) -> dict[str, Weight
         if format in NAMES and name in tensors and tensor.shape[:1] == (0,) and len(tensor.shape) > 2:
             weight = weight_in(model.path, tensors, name, tensor.shape[1:], tensor.dtype, Format.parse(format))
             weights[name] = replace(weight, entries=(*weight.entries, entry))
+    for name, tensor in tensors.items():
+        if tensor.shape[:1] == (0,) and name not in weights and name + SUFFIXES["codes"] in tensors:
+            missing = f"has codes, and no {name}{FORMAT}.. that says what they are"
+            raise BadFile(model.path, f"{missing}: a rank's shard, or one of several files that are read together?", name)
     return weights
 
 

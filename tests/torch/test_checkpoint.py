@@ -142,6 +142,8 @@ def test_a_state_dict_is_plain_tensors_and_shares_memory(tmp_path):
     # Nobody computes with what stands under a weight's own name; otherwise it is a tensor, and a plain one in files.
     others = {name for name, value in state.items() if type(value) is not torch.Tensor}
     assert others == {name.removesuffix("_codes") for name in state if name.endswith("_codes")}
+    assert state["1.weight"].numpy().shape == (0, 37, 40)
+    assert state["1.weight"].tolist() == []
     torch.save(state, tmp_path / "model.pt")
     saved = torch.load(tmp_path / "model.pt", weights_only=True)
     assert {type(value) for value in saved.values()} == {torch.Tensor}

@@ -1,4 +1,7 @@
-"""DistributedDataParallel that others construct, with its own arguments: rank 0's weights to the bit, and one step together."""
+"""DistributedDataParallel that others construct, with its own arguments: rank 0's weights to the bit, and one step together.
+
+Also what torch had before fully_shard: FSDP1 and ZeroRedundancyOptimizer.
+"""
 
 import warnings
 
@@ -7,6 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import blockfp.torch as bfp
@@ -65,6 +71,41 @@ def _trains(rank):
 
 def test_rank_0s_weights_are_everybodys():
     gloo.run(2, __file__, "_trains")
+
+
+def _older_ways_to_shard(rank):
+    x = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(0))
+
+    def trained(model, optimizer, parts):
+        for _ in range(3):
+            for part in parts:
+                (model(part).square().mean() / len(parts)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def on_cpu(model, **options):
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
+
+    alone, sharded, divided = (net(0, "mxfp8", "high_precision", torch.float32) for _ in range(3))
+    trained(alone, torch.optim.AdamW(alone.parameters(), lr=1e-2), x)
+    expected = bfp.high_precision_state_dict(alone)
+    sharded = on_cpu(sharded)
+    trained(sharded, torch.optim.AdamW(sharded.parameters(), lr=1e-2), x[rank : rank + 1])
+    got = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True))
+    trained(
+        DistributedDataParallel(divided),
+        ZeroRedundancyOptimizer(divided.parameters(), torch.optim.AdamW, lr=1e-2),
+        x[rank : rank + 1],
+    )
+    for state in (got, bfp.high_precision_state_dict(divided)):
+        assert all(torch.equal(state[name], value) for name, value in expected.items())
+    for weights, error in (("quantized", NotImplementedError), ("high_precision", TypeError)):
+        with pytest.raises(error, match="use fully_shard"):
+            on_cpu(net(0, "mxfp8", weights, torch.float32), use_orig_params=True)(x[0])
+
+
+def test_older_ways_to_shard():
+    gloo.run(2, __file__, "_older_ways_to_shard")
 
 
 def test_all_weights_as_one_vector():

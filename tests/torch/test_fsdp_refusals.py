@@ -9,6 +9,7 @@ from blockfp.torch_backend.quantized_tensor.sharding import local_of
 from blockfp.torch_backend.weights.loading import load_high_precision_
 from blockfp.torch_backend.weights.requantize import requantize_
 from small_model import Side, inputs_for, quantized, weights_for
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -107,7 +108,13 @@ def values_wanted(rank, mesh):
         param.mul_(2)
 
 
+def beside_the_forward(rank, mesh):
+    model = fully_shard(bfp.convert(nn.Sequential(nn.Linear(64, 64)), "mxfp8"), mesh=mesh)
+    model[0](WEIGHT)
+
+
 CASES = [
+    (beside_the_forward, ValueError, r"weight is a DTensor.*register_fsdp_forward_method"),
     (smaller_mesh, ValueError, r"reshard_after_forward=2: .*use reshard_after_forward=True or False"),
     (columns, NotImplementedError, r"aten.new_zeros.*shard_placement_fn of fully_shard must return Shard\(0\)"),
     (bare_copy, RuntimeError, r"its codes are still the old ones.*load_high_precision_\(parameter, values\)"),

@@ -13,6 +13,7 @@ from reproducible_runs import RECIPES, differences, on
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import blockfp.torch as bfp
@@ -194,6 +195,24 @@ def test_clipping_as_torch_does():
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(others, 1e3))
     for one, other in zip(parameters, others, strict=True):
         torch.testing.assert_close(one.grad, other.grad)
+
+
+def _otherwise_placed(rank):
+    """As torch's RowwiseParallel leaves the gradient of an embedding whole, and a norm's may be a term of the sum."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(24.0).reshape(6, 4)
+    parameters = []
+    for of_parameter, of_gradient, local in ((Shard(0), Replicate(), whole), (Replicate(), Partial(), whole / 2)):
+        parameters.append(nn.Parameter(distribute_tensor(torch.zeros(6, 4), mesh, [of_parameter])))
+        parameters[-1].grad = DTensor.from_local(local.clone(), mesh, [of_gradient])
+    expected = (2 * whole.square().sum()).sqrt()
+    torch.testing.assert_close(bfp.clip_grad_norm_(parameters, 1.0), expected)
+    for parameter in parameters:
+        torch.testing.assert_close(parameter.grad.full_tensor(), whole / expected)
+
+
+def test_gradients_that_lie_otherwise_than_their_parameters():
+    threaded.run(2, _otherwise_placed)
 
 
 @pytest.mark.parametrize("scale", [1e-45, 1e-30, 1.0, 3e38])

@@ -6,6 +6,7 @@ import pytest
 import threaded
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -46,6 +47,40 @@ def test_averages():
         torch.testing.assert_close(_values(average), (_values(old) + _values(param)) / 2)
     # The average is quantized when it is used, as the weights are.
     assert not torch.equal(averages[1](x), copy.deepcopy(kept)(x))
+
+
+def in_place(mine, theirs):
+    for name, value in mine.items():
+        if value.is_floating_point():
+            value.mul_(0.5).add_(theirs[name], alpha=0.5)
+
+
+def copied(mine, theirs):
+    for name, value in mine.items():
+        value.copy_(0.5 * value + 0.5 * theirs[name])
+
+
+def soup(mine, theirs):
+    return {name: torch.stack([value.float(), theirs[name].float()]).mean(0) for name, value in mine.items()}
+
+
+def _state_dicts(rank, models, options):
+    models = [fully_shard(copy.deepcopy(model)) for model in models]
+    for average in (in_place, copied, soup):
+        both = [get_model_state_dict(model, options=StateDictOptions(**options)) for model in models]
+        if not all(both):
+            continue
+        with pytest.raises(NotImplementedError, match=r"averages of those are none of the weight\..*high_precision_state_dict"):
+            average(*both)
+    for model in models:
+        assert bfp.high_precision_state_dict(model)["0.weight"].shape == (64, 64)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"full_state_dict": True}, {"cpu_offload": True}, {"full_state_dict": True, "cpu_offload": True}], ids=str
+)
+def test_averages_of_sharded_state_dicts(options):
+    threaded.run(2, _state_dicts, [net("quantized"), net("quantized")], options)
 
 
 def _values(param):

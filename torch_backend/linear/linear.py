@@ -85,12 +85,6 @@ def linear(
     Example:
         >>> y = linear(x, quantize(w, "mxfp8_e4m3_32x32"), recipe="mxfp8")
     """
-    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
-        if tensor is not None and sharding.mesh_of(tensor) is not None:
-            raise ValueError(
-                f"{name} is a DTensor, and linear is of one rank's tensors: pass {name}.to_local(), or use the Linear module, "
-                "which parallelize cuts and fully_shard shards"
-            )
     return apply(x, weight, bias, recipes.for_linear(recipe, compute), state=state, key=key)
 
 
@@ -202,6 +196,12 @@ def check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, *, grouped: bo
     if isinstance(x, QuantizedTensor):
         raise TypeError("x is quantized already: pass its values, or x.dequantize()")
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+        if tensor is not None and sharding.mesh_of(tensor) is not None:
+            raise ValueError(
+                f"{name} is a DTensor, and linear is of one rank's tensors: pass {name}.to_local(). Layers that fully_shard"
+                " sharded have their weights in its module's forward (torch.distributed.fsdp.register_fsdp_forward_method adds "
+                "others), and blockfp.torch.parallelize cuts layers"
+            )
         if tensor is not None and tensor.dtype not in DTYPES:
             raise TypeError(f"{name} must be one of {', '.join(map(str, DTYPES))}, got {tensor.dtype}")
     if x.ndim < 1 or weight.ndim != 2 + grouped or x.shape[-1] != weight.shape[-2 if transposed else -1]:

@@ -46,19 +46,24 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, *, e
     with_gradient = [p for p in ([parameters] if isinstance(parameters, Tensor) else parameters) if p.grad is not None]
     if not with_gradient:
         return torch.zeros(())
-    gradients = [_local_gradient(parameter) for parameter in with_gradient]
-    norm = _squares(with_gradient, gradients).sum().sqrt()
+    norm = _squares(with_gradient, [_own_part(parameter) for parameter in with_gradient]).sum().sqrt()
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of the gradients is {norm.item()}, and error_if_nonfinite=True")
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
-    for gradient in gradients:
+    for parameter in with_gradient:
+        assert parameter.grad is not None
+        gradient = sharding.local_of(parameter.grad)
         gradient.mul_(scale.to(gradient.device))
     return norm.float()
 
 
-def _local_gradient(parameter: Tensor) -> Tensor:
+def _own_part(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter's gradient, as the parameter lies: torch may leave a gradient whole, or terms of it."""
     assert parameter.grad is not None
-    return sharding.local_of(parameter.grad)
+    gradient, own = sharding.as_dtensor(parameter.grad), sharding.as_dtensor(parameter)
+    if gradient is not None and own is not None and gradient.placements != own.placements:
+        gradient = gradient.redistribute(own.device_mesh, own.placements)
+    return sharding.local_of(parameter.grad if gradient is None else gradient)
 
 
 def _squares(parameters: list[Tensor], gradients: list[Tensor]) -> Tensor:

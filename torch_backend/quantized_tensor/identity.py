@@ -61,7 +61,8 @@ class Wrapper(Tensor):
             ours, theirs = type(self).__name__, type(other).__name__
             raise TypeError(
                 f".data of a {ours} must be a {ours}, got a {theirs} of {other.dtype}: write values into it with "
-                "blockfp.torch.load_high_precision_(parameter, values)"
+                "blockfp.torch.load_high_precision_(parameter, values). FullyShardedDataParallel with use_orig_params and "
+                "ZeroRedundancyOptimizer with parameters_as_bucket_view set such views: leave these out, or use fully_shard"
             )
         Tensor.data.__set__(self, other)  # pyright: ignore
         self.adopt(other)

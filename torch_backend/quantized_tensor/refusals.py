@@ -68,7 +68,7 @@ _READ = (
 FLAT = (
     "flatten dequantize(), or quantize what is reshaped; to compute with all weights as one vector take "
     "blockfp.torch.high_precision_state_dict(model).values(); for optimizers and norms of other libraries convert with "
-    'weights="high_precision"'
+    'weights="high_precision"; to shard use fully_shard, not FullyShardedDataParallel'
 )
 
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..torch_internals import NO_TORCH_FUNCTION
+from ..torch_internals import pytree
 
-COMPUTES = {"add", "sub", "rsub", "mul", "div", "true_divide", "divide", "multiply", "subtract", "lerp", "addcmul", "addcdiv"}
-"""The operations that averages are made of, as `_plain_name` calls them."""
+COMPUTES = {
+    *("add", "sub", "rsub", "mul", "div", "lerp", "addcmul", "addcdiv", "sum", "mean", "stack"),
+    # As they come in inference mode.
+    *("subtract", "multiply", "divide", "true_divide"),
+}
+"""The operations that averages are made of."""
 
 
 class EmptyEntry(Tensor):
-    """An empty tensor that takes part in copies, casts and files, and in no arithmetic.
+    """An empty tensor that takes part in copies, casts and files, and in no arithmetic, nor does a DTensor of it.
 
     Averages over state dicts (timm's ModelEmaV3, Ultralytics' ModelEMA, ..) go through all that a state dict holds. An average
     without elements is easily made, and they would go on to the codes beside it as if these were numbers: some mix them, some
@@ -21,35 +26,31 @@ class EmptyEntry(Tensor):
     """
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _plain_name(func) in COMPUTES:
-            shape = next((tuple(one.shape[1:]) for one in _leaves(args, kwargs) if isinstance(one, EmptyEntry)), ())
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__.strip("_").removeprefix("foreach_")
+        if name in COMPUTES:
+            leaves = pytree.tree_leaves((args, kwargs))
+            shape = next(tuple(one.shape[1:]) for one in leaves if isinstance(one, EmptyEntry))
             raise NotImplementedError(
-                f"{func.__name__} is not defined for what stands under a quantized weight's name in a state dict (the weight's "
+                f"{name} is not defined for what stands under a quantized weight's name in a state dict (the weight's "
                 f"shape is {shape}): beside it are codes and scales, and averages of those are none of the weight. For "
                 'averages of weights (EMA, soups) convert with weights="high_precision", or average what '
                 "blockfp.torch.high_precision_state_dict(model) gives"
             )
-        result = NO_TORCH_FUNCTION(func, types, args, kwargs or {})
-        # A parameter that it is copied into stays what it is, and so does a shape.
-        return result.as_subclass(EmptyEntry) if type(result) is Tensor and result.shape[:1] == (0,) else result
+        result = super().__torch_dispatch__(func, types, args, kwargs or {})  # pyright: ignore
+        # A parameter that it is copied into stays what it is, and so does a shape. `as_subclass` takes an alias.
+        kept = type(result) is Tensor and result.shape[:1] == (0,) and func is not torch.ops.aten.alias.default
+        return result.as_subclass(EmptyEntry) if kept else result
+
+    # Which torch refuses of all classes that have a `__torch_dispatch__`.
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.as_subclass(Tensor).numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.as_subclass(Tensor).tolist()
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
-
-
-def _plain_name(func: Any) -> str:
-    """The name of an operation without what says that it is in place, reflected, or of a list: `mul` of `__rmul__`."""
-    name = getattr(func, "__name__", "").strip("_").removeprefix("foreach_")
-    for start in ("", "r", "i"):
-        if name.startswith(start) and name[len(start) :] in (*COMPUTES, "truediv"):
-            return name[len(start) :].replace("truediv", "div")
-    return name
-
-
-def _leaves(args: Any, kwargs: Any) -> list[Any]:
-    outer = [*args, *(kwargs or {}).values()]
-    return [inner for one in outer for inner in (one if isinstance(one, list | tuple) else [one])]

@@ -50,9 +50,9 @@ def stored(param: Tensor) -> dict[str, Tensor]:
         raise RuntimeError(COPIED)
     shown = {SUFFIXES[part.name]: _shown(param, q, part) for part in stored_parts(param)}
     own, format = (empty_entry(q, param.shape) for _ in range(2))
-    if sharding.mesh_of(param) is None:
+    if type(own) is Tensor:
         own = own.as_subclass(EmptyEntry)
-    else:
+    if sharding.mesh_of(param) is not None:
         own, format = replicated(param, own), replicated(param, format)
     return {"": own, **shown, f"{FORMAT}{q.format}": format}
 
