@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from same_trees import assert_same_tree
 from samples import bits_of, sample
 
 import blockfp.jax as bfp
@@ -168,3 +169,24 @@ def test_named_shardings_of_what_does_not_fit(mesh):
         bfp.named_shardings({"w": q}, mesh, P("x"))
     with pytest.raises(ValueError, match="has 3 entries for an array of shape"):
         bfp.named_shardings({"w": q}, mesh, P(None, None, "d"))
+
+
+# Blocks that straddle devices along rows and columns, packed columns that are cut, and rows that don't divide evenly.
+@pytest.mark.parametrize(("shape", "spec"), [((96, 128), P("d")), ((128, 96), P("e", "d")), ((83, 84), P(("e", "d")))])
+def test_parameters_of_shard_params_are_put_together_again(shape, spec, mesh):
+    weights = {recipe: jnp.asarray(sample("gaussian", shape)) for recipe in ("mxfp4", "nvfp4", "fp8_current")}
+    whole = bfp.quantize_params(weights, lambda path: path)
+    state = bfp.adamw(0.1).init(whole, weights)
+    placed = bfp.shard_params(whole, mesh, spec)
+    again = bfp.unshard_params(placed)
+    assert_same_tree(again, whole)
+    assert_same_tree(bfp.unshard_state(bfp.shard_state(state, placed), placed), state)
+    # What lies on the mesh is cut another way.
+    other = bfp.shard_params(again, mesh, P(None, "d"))
+    assert_same_tree(bfp.unshard_params(other), whole)
+    even = jax.tree.map(lambda part: NamedSharding(mesh, P("e") if part.ndim and part.shape[0] % 2 == 0 else P()), state)
+    moved = bfp.shard_state(jax.device_put(state, even), other)
+    assert_same_tree(bfp.unshard_state(moved, other), state)
+    # Along every axis that the mesh divides, it stays cut.
+    if shape == (128, 96):
+        assert again["mxfp4"].codes.sharding.spec == spec
