@@ -137,6 +137,26 @@ def test_what_jax_can_not_add_is_its_own_error(mesh):
         jax.jit(lambda x, w: bfp.linear(x, w, recipe="mxfp8"))(x, w)
 
 
+def test_groups_are_cut_inside_shard_map_alone(mesh):
+    x, w = jnp.asarray(sample("gaussian", (32, 64))), jnp.asarray(sample("gaussian", (4, 32, 64)))
+    sizes, experts = jnp.full(4, 8), jnp.arange(32)[:, None] % 4
+    rows, whole = NamedSharding(mesh, P("d")), NamedSharding(mesh, P())
+    cut = jax.device_put(x, rows)
+    layer = jax.jit(lambda x, w: bfp.grouped_linear(x, w, sizes, recipe="mxfp8"))
+    send = jax.jit(lambda x: bfp.dispatch(x, experts, 4, recipe="mxfp8").tokens)
+    weight = bfp.quantize_params({"w": w}, "mxfp8")["w"]
+    for call, message in (
+        (lambda: layer(cut, weight), "x is cut over 'd', a mesh axis of type Explicit, where grouped_linear runs inside"),
+        (lambda: layer(x, jax.device_put(weight, bfp.named_shardings(weight, mesh, P("e")))), "weight is cut over 'e'"),
+        (lambda: send(cut), r"x is cut over 'd', .* where dispatch runs inside jax\.shard_map alone: call it there, or .*Auto"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    expected = layer(x, weight), send(x)
+    with jax.set_mesh(mesh):
+        assert_same_tree((layer(jax.device_put(x, whole), weight), send(jax.device_put(x, whole))), expected)
+
+
 @pytest.mark.parametrize("spec", [P("d", None), P("d"), P(None, "d"), P("d", "e"), P()])
 @pytest.mark.parametrize("axis_type", jax.sharding.AxisType.__members__.values(), ids=str)
 def test_named_shardings_are_what_jax_takes(spec, axis_type):
