@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax._src import ad_checkpoint, core, dtypes
+from jax._src import ad_checkpoint, core, dispatch, dtypes
 from jax._src.earray import EArray
 from jax._src.interpreters import ad, mlir, pxla
 from jax._src.lax import lax as lax_functions
@@ -44,6 +44,7 @@ __all__ = [
     "physical_result_handler",
     "register_array",
     "runs_at_once",
+    "runs_compiled",
     "saved_as_they_are",
     "spec_of",
     "stop_also",
@@ -84,6 +85,15 @@ def stop_also(kind: Callable[[Any], bool], stop: Callable[[Any], Any]) -> None:
     """
     others = lax_functions._stop_gradient
     lax_functions._stop_gradient = lambda x: stop(x) if kind(x) else others(x)
+
+
+def runs_compiled(primitive: core.Primitive) -> None:
+    """Makes a primitive that is called by itself, as under `jax.disable_jit`, run as a compiled program.
+
+    JAX knows these programs as one operation: `jax_debug_nans` takes others that gave a NaN apart, to find where it came from,
+    and would call one that calls its primitive without an end.
+    """
+    dispatch.simple_impl(primitive)
 
 
 def saved_as_they_are(kind: Callable[[Any], bool]) -> None:
