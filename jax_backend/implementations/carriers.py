@@ -24,6 +24,7 @@ from .jax_internals import (
     physical_aval,
     physical_result_handler,
     register_array,
+    saved_as_they_are,
 )
 
 
@@ -126,6 +127,9 @@ def carrier_of(x: jax.Array, watch: Watch | None = None) -> Any:
 def is_carrier(x: Any) -> bool:
     """Returns True for a carrier, or what stands for one (a shape)."""
     return isinstance(getattr(x, "dtype", None), CarrierDType)
+
+
+saved_as_they_are(is_carrier)
 
 
 def _dtype(x) -> CarrierDType:

@@ -26,6 +26,7 @@ from blockfp.kernels.format_numbers import format_numbers, largest_multiplier
 from blockfp.kernels.once import once
 
 from .backend import Backend, keys_of_both, missing_library
+from .jax_internals import runs_compiled
 from .replication import vary, varying
 from .xla import XLA
 
@@ -138,11 +139,7 @@ def _abstract(*operands, call: _Call):
     return [ShapedArray((*stack, *shape), dtype) for shape, dtype in call.results(operands[0])]
 
 
-@_operation_p.def_impl
-def _eager(*operands, call: _Call):
-    # Under jax.disable_jit.
-    with jax.disable_jit(False):
-        return jax.jit(lambda *operands: _operation_p.bind(*operands, call=call))(*operands)
+runs_compiled(_operation_p)
 
 
 def _batched(operands, axes, *, call: _Call):

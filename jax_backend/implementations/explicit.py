@@ -35,6 +35,19 @@ def left_to_xla(function: Callable, mesh: AbstractMesh, specs: Any, *operands: A
     return jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=lie)(*operands)
 
 
+def check_not_cut(function: str, **operands: Any) -> None:
+    """Raises ValueError where an operand of a function that lays nothing out itself is cut over Explicit axes."""
+    for name, array in operands.items():
+        # Of an array with a carrier its codes: to take it apart would lose that.
+        array = getattr(array, "codes", array)
+        for axis in () if array is None else (axis for entry in spec_of(array) for axis in axis_names(entry)):
+            if axis in jax.typeof(array).sharding.mesh.explicit_axes:
+                raise ValueError(
+                    f"{name} is cut over {axis!r}, a mesh axis of type Explicit, where {function} runs inside jax.shard_map "
+                    "alone: call it there, or make the mesh with axis_types=(jax.sharding.AxisType.Auto, ..)"
+                )
+
+
 def resharded_like(x: jax.Array, other: jax.Array) -> jax.Array:
     """Reshards x like another array of its shape: packed codes can't be cut wherever their values can."""
     if mesh_of(other) is None or jax.typeof(x).sharding == jax.typeof(other).sharding:

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax._src import core, dtypes
+from jax._src import ad_checkpoint, core, dispatch, dtypes
 from jax._src.earray import EArray
 from jax._src.interpreters import ad, mlir, pxla
 from jax._src.lax import lax as lax_functions
@@ -44,6 +44,8 @@ __all__ = [
     "physical_result_handler",
     "register_array",
     "runs_at_once",
+    "runs_compiled",
+    "saved_as_they_are",
     "spec_of",
     "stop_also",
     "unmapped_aval",
@@ -83,6 +85,34 @@ def stop_also(kind: Callable[[Any], bool], stop: Callable[[Any], Any]) -> None:
     """
     others = lax_functions._stop_gradient
     lax_functions._stop_gradient = lambda x: stop(x) if kind(x) else others(x)
+
+
+def runs_compiled(primitive: core.Primitive) -> None:
+    """Makes a primitive that is called by itself, as under `jax.disable_jit`, run as a compiled program.
+
+    JAX knows these programs as one operation: `jax_debug_nans` takes others that gave a NaN apart, to find where it came from,
+    and would call one that calls its primitive without an end.
+    """
+    dispatch.simple_impl(primitive)
+
+
+def saved_as_they_are(kind: Callable[[Any], bool]) -> None:
+    """Makes `jax.checkpoint` save arrays of that kind as they are.
+
+    What its policy saves of inexact dtypes it rounds to the bits that the dtype has, and an extended dtype doesn't say these.
+    """
+    others = ad_checkpoint._insert_reduce_precision
+
+    def insert(jaxpr: Any, count: int) -> Any:
+        results, first = jaxpr.outvars, len(jaxpr.outvars) - count
+        own = [x for x in results[first:] if kind(x.aval)]
+        if not own:
+            return others(jaxpr, count)
+        rounded = [x for x in results[first:] if not kind(x.aval)]
+        # It looks at the last `count` results alone, and leaves the results' names.
+        return others(jaxpr.replace(outvars=[*results[:first], *own, *rounded]), len(rounded)).replace(outvars=results)
+
+    ad_checkpoint._insert_reduce_precision = insert
 
 
 def without_tangents(tree: Any) -> Any:

@@ -8,6 +8,7 @@ Gradients and updates are those of all trees with quantized leaves: `bfp.value_a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,10 @@ from ..params.params import Filter, quantize_weight
 
 KEYS = "quantize"
 """Name of the stream of random keys that a recipe with stochastic rounding draws from."""
+
+
+_traced_with = jax.make_user_context()
+"""What a model is traced with: `linen.jit` keeps programs for a module's class and fields, which don't say that."""
 
 
 def convert(model: Any, recipe: Recipe | str | ByPath, filter_fn: Filter | None = None, *, rngs: nnx.Rngs | None = None) -> Any:
@@ -114,7 +119,10 @@ class Quantized(linen.Module):
     def call(self, method: str, *args: Any, **options: Any) -> Any:
         """Calls a method of the model by its name: `quantized.apply(variables, "encode", x, method="call")`."""
         found: dict[str, Recipe | None] = {}
-        with linen.intercept_methods(partial(_intercept, self.recipe, self.filter_fn, found)):
+        recipe = tuple(self.recipe.items()) if isinstance(self.recipe, Mapping) else self.recipe
+        # What is found is wanted of each init, so that none takes what another traced.
+        traced_with = object() if self.is_initializing() else (recipe, self.filter_fn)
+        with linen.intercept_methods(partial(_intercept, self.recipe, self.filter_fn, found)), _traced_with(traced_with):
             y = getattr(self.module, method)(*args, **options)
         if self.is_initializing():
             _check_found(self.recipe, list(found), any(found.values()), "flax.linen.Dense")

@@ -19,7 +19,7 @@ from blockfp.recipes import Cast, Recipe
 from blockfp.sharding.dispatching import check_rows
 
 from ..arrays.array import QuantizedArray, wrap_parts
-from ..implementations import ops, replication
+from ..implementations import explicit, ops, replication
 from ..implementations.carriers import carrier_of
 from ..implementations.derivatives import attach, linear_map
 from . import overflow
@@ -79,7 +79,8 @@ def dispatch(
 
     Raises:
         TypeError, ValueError: x or experts have other shapes or dtypes, the ranks don't divide the experts, or rows of the
-            recipe's input can't travel quantized: it has blocks of several rows, a rotation, or scales of earlier amaxes.
+            recipe's input can't travel quantized: it has blocks of several rows, a rotation, or scales of earlier amaxes; or x
+            or experts are cut over Explicit axes outside shard_map.
 
     Example:
         >>> received = bfp.dispatch(x, experts, 8, recipe="mxfp8", axis="expert")
@@ -91,6 +92,7 @@ def dispatch(
     bound = ranks * experts.size if bound is None else bound
     if isinstance(bound, bool) or not isinstance(bound, int) or bound < 1:
         raise ValueError(f"bound must be a number of rows, 1 or more, got {bound!r}")
+    explicit.check_not_cut("dispatch", x=x, experts=experts)
     route, counts = Route.of(experts, num_experts, axis, bound)
     if recipe is None or recipe.input.format is None:
         tokens = _linked(route.send(lax.stop_gradient(x), of_tokens=True), route, x, of_tokens=True)

@@ -21,7 +21,7 @@ from blockfp.definition.rounding import COLUMNWISE, ROWWISE, Key
 from blockfp.recipes import Cast, Recipe
 
 from ..arrays.array import QuantizedArray
-from ..implementations import ops, replication
+from ..implementations import explicit, ops, replication
 from .arguments import check_quantized_input, check_state, check_tensors, stored_weight
 from .delayed import DelayedState
 from .grouped_codes import GroupCodes, quantize_groups
@@ -77,7 +77,7 @@ def grouped_linear(
 
     Raises:
         TypeError, ValueError: as `linear`; group_sizes that aren't one integer for each weight; a weight that a
-            tensor-parallel axis cuts unevenly or inside blocks.
+            tensor-parallel axis cuts unevenly or inside blocks; an operand that is cut over Explicit axes outside shard_map.
     """
     recipe = recipes.for_linear(recipe)
     check_tensors(x, weight, bias, grouped=True)
@@ -104,6 +104,7 @@ def grouped_linear(
             raise ValueError(f"group_sizes must be 0 or more, and in sum at most the {x.shape[0]} rows of x, got {counts}")
     if bias is not None and bias.shape != (groups, out):
         raise ValueError(f"bias must have shape {(groups, out)}, got {bias.shape}")
+    explicit.check_not_cut("grouped_linear", x=x, weight=weight, bias=bias, group_sizes=group_sizes)
     weight, carrier = stored_weight(weight, recipe)
     words = None if key is None else jnp.asarray(ops.key_array(key))
     dtype, weight_dtype = np.dtype(x.dtype), np.dtype(weight.dtype)

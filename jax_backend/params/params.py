@@ -25,8 +25,11 @@ Filter = Callable[[str, Any], bool]
 
 
 def is_matrix(path: str, leaf: Any) -> bool:
-    """Returns True for a float array of two or more axes, which `quantize_params` quantizes by default."""
-    return hasattr(leaf, "dtype") and np.dtype(leaf.dtype) in DTYPES.values() and leaf.ndim >= 2
+    """Returns True for a float array of two or more axes, which `quantize_params` quantizes by default.
+
+    So is one of float64, which can't be quantized: left as it is, a weight that NumPy drew would stay so unnoticed.
+    """
+    return getattr(getattr(leaf, "dtype", None), "name", None) in (*DTYPES, "float64") and leaf.ndim >= 2
 
 
 def quantize_params(tree: Any, recipe: Recipe | str | ByPath, *, filter_fn: Filter = is_matrix) -> Any:
@@ -42,8 +45,8 @@ def quantize_params(tree: Any, recipe: Recipe | str | ByPath, *, filter_fn: Filt
         filter_fn: which leaves to quantize, by path and leaf.
 
     Raises:
-        TypeError, ValueError: a leaf can't be quantized; the message names its path. Or a mapping's pattern is found in
-            none, or one that stands for a recipe in none that filter_fn takes.
+        TypeError, ValueError: a leaf can't be quantized; the message names its path. Or filter_fn takes none; or a mapping's
+            pattern is found in none, or one that stands for a recipe in none that filter_fn takes.
 
     Example:
         >>> params = bfp.quantize_params(params, "mxfp8", filter_fn=lambda path, leaf: path.endswith("weight"))
@@ -62,7 +65,12 @@ def quantize_params(tree: Any, recipe: Recipe | str | ByPath, *, filter_fn: Filt
 
     converted = map_with_path(convert, tree)
     recipes.check_paths(recipe, [*weights, *others])
-    if weights and isinstance(recipe, Mapping):
+    if others and not weights:
+        raise ValueError(
+            "tree holds no weight to quantize: filter_fn takes none of "
+            f"{', '.join(map(repr, others[:5]))}{', ..' if len(others) > 5 else ''}"
+        )
+    if isinstance(recipe, Mapping):
         # None may stand for what wouldn't be quantized anyway.
         recipes.check_paths({pattern: one for pattern, one in recipe.items() if one is not None}, weights)
     return converted
@@ -77,8 +85,11 @@ def quantize_weight(x: jax.Array, format, *, nominal: np.dtype | None = None, sh
         nominal: dtype of the result; x's own by default.
         shared: whether a stack's matrices have one scale per tensor in common.
     """
-    if not is_matrix("", x):
-        raise TypeError(f"a weight must be a float32, float16 or bfloat16 array of two or more axes, got {describe(x)}")
+    if not is_matrix("", x) or x.dtype == np.float64:
+        raise TypeError(
+            f"a weight must be a float32, float16 or bfloat16 array of two or more axes, got {describe(x)}: cast it first, or "
+            "leave it out by filter_fn"
+        )
     dtype = np.dtype(x.dtype) if nominal is None else nominal
 
     def one(matrix):

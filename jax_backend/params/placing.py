@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -80,7 +81,8 @@ def shard_params(tree: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
 
     @jax.jit
     def cut(whole):
-        return [_stored(q, s) for q, s in zip(whole, shardings, strict=True) if s is not None]
+        kept = [(q.without_carrier(), s) for q, s in zip(whole, shardings, strict=True) if s is not None]
+        return [_lying_alike(partial(_stored, sharding=s), q) for q, s in kept]
 
     # None says that a leaf is plain; the others are cut in one program.
     stored = iter(cut([q if s is not None else None for q, s in zip(leaves, shardings, strict=True)]))
@@ -190,7 +192,7 @@ def _like(x: jax.Array | None, param) -> jax.Array | None:
         return jax.device_put(x, param.sharding)
     sharding = param.sharding
     for dim in (0, 1):
-        x = storage.take(x, _element_places(sharding, dim), dim - 2)
+        x = _take(x, _element_places(sharding, dim), dim - 2)
     return jax.device_put(x, NamedSharding(_mesh_of(param), _specs_of(param).codes))
 
 
@@ -220,13 +222,14 @@ def unshard_params(tree: Any) -> Any:
 
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_quantized)
     cut = [leaf for leaf in leaves if is_quantized(leaf) and leaf.sharding is not None]
-    whole = iter(jax.jit(lambda cut: [_whole(q) for q in cut], out_shardings=[_even(q) for q in cut])(cut) if cut else [])
+    join = jax.jit(lambda cut: [_lying_alike(_whole, q) for q in cut], out_shardings=[_even(q) for q in cut])
+    whole = iter(join(cut) if cut else [])
     return structure.unflatten([next(whole) if is_quantized(q) and q.sharding is not None else q for q in leaves])
 
 
 def _even(q: QuantizedArray) -> QuantizedArray:
     """The NamedShardings of the parts of the whole of `q`: cut as `q` is, along axes that this divides evenly."""
-    shapes, mesh = jax.eval_shape(_whole, q), _mesh_of(q)
+    shapes, mesh = _shapes(_whole, q), _mesh_of(q)
 
     def even(part, spec):
         entries = (*spec, *(None,) * (part.ndim - len(spec)))
@@ -252,7 +255,7 @@ def unshard_state(state: Any, params: Any) -> Any:
         if x is None or not is_quantized(param) or param.sharding is None:
             return x
         for dim in (0, 1):
-            x = storage.take(x, _first_of_each(_element_places(param.sharding, dim)), dim - 2)
+            x = _take(x, _first_of_each(_element_places(param.sharding, dim)), dim - 2)
         return x
 
     def gather(tree):
@@ -284,6 +287,25 @@ def _specs_of(q: QuantizedArray, given: PartitionSpec = PartitionSpec()) -> Any:
     tangent = None if q.tangent is None else cut
     scales = of_tensor if q.format.per_tensor else cut
     return q.replace(codes=cut, scales=scales, tensor_scale=tensor_scale, tangent=tangent)
+
+
+def _shapes(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The shapes of function(tree), wherever its arrays lie."""
+    return jax.eval_shape(function, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree))
+
+
+def _lying_alike(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Runs function(tree), which makes each array of one; on Explicit axes they lie as these do, where that is even."""
+    mesh = explicit.mesh_of(tree)
+    if mesh is None:
+        return function(tree)
+    shapes, structure = jax.tree.flatten(_shapes(function, tree))
+    lie = [explicit.even(explicit.spec_of(x), s.shape, mesh) for x, s in zip(jax.tree.leaves(tree), shapes, strict=True)]
+    return explicit.left_to_xla(function, mesh, structure.unflatten(lie), tree)
+
+
+def _take(x: jax.Array, places: np.ndarray, axis: int) -> jax.Array:
+    return _lying_alike(lambda x: storage.take(x, places, axis), x)
 
 
 def _stored(q: QuantizedArray, sharding: Sharding) -> QuantizedArray:

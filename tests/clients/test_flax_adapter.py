@@ -236,6 +236,25 @@ def test_a_linen_model_in_which_nothing_is_found():
         convert(Linen(), "mxfp8", lambda path, layer: False).init(jax.random.key(0), X)
 
 
+def test_programs_that_linen_keeps():
+    """`linen.jit` keeps a program for a class and its fields; which recipe it was traced with, it isn't told."""
+    model = linen.jit(Linen)()
+    variables = model.init(jax.random.key(1), X)
+    expected = model.apply(variables, X)
+    for recipe in ("mxfp8", "mxfp4", {"up": "mxfp4", "": None}):
+        changed = convert(model, recipe)
+        for _ in range(2):
+            kernels = changed.init(jax.random.key(1), X)["params"]
+            assert isinstance(kernels["up"]["kernel"], bfp.QuantizedArray)
+            down = recipe if isinstance(recipe, str) else None
+            h = bfp.linear(X, kernels["up"]["kernel"].mT, kernels["up"]["bias"], recipe=down or "mxfp4")
+            plain = jax.nn.gelu(h) @ variables["params"]["down"]["kernel"]
+            y = bfp.linear(jax.nn.gelu(h), kernels["down"]["kernel"].mT, recipe=down) if down else plain
+            for given in (variables, {"params": kernels}):
+                np.testing.assert_allclose(changed.apply(given, X), X + y, rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(model.apply(variables, X), expected)
+
+
 class Coder(linen.Module):
     def setup(self):
         self.encoder, self.decoder = linen.Dense(32), linen.Dense(64)

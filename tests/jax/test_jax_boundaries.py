@@ -235,6 +235,41 @@ def test_what_comes_back_is_made_as_what_went_in(arrays):
     chex.assert_trees_all_equal(gradients, jnp.stack([w, w]))
 
 
+POLICIES = {
+    "everything": jax.checkpoint_policies.everything_saveable,
+    "all but": jax.checkpoint_policies.save_anything_except_these_names("other"),
+    "named": jax.checkpoint_policies.save_only_these_names("codes"),
+    "offloaded": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["codes"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_checkpoint_saves_codes(policy, arrays):
+    """Of layers, and of an activation that is kept as codes; a carrier beside them is nothing that could be rounded."""
+    x, w = arrays[0][0], bfp.quantize_params(arrays[1][0], "mxfp8")
+
+    def loss(w, x):
+        hidden = jnp.tanh(bfp.linear(x, w, recipe="mxfp8"))
+        kept = mapped(lambda part: checkpoint_name(part, "codes"))(bfp.quantize(hidden, "mxfp8_e4m3").with_carrier())
+        return (jnp.sin(kept.dequantize()) * bfp.linear(x, w, recipe="mxfp8")).sum()
+
+    saving = jax.checkpoint(loss, policy=POLICIES[policy])
+    expected = jax.jit(bfp.value_and_grad(loss, (0, 1)))(w, x)
+    assert jnp.any(expected[1][0])
+    scanned = lambda w, x: lax.scan(lambda total, x: (total + saving(w, x), None), 0.0, x[None])[0]  # noqa: E731
+    for each in (saving, scanned):
+        chex.assert_trees_all_close(jax.jit(bfp.value_and_grad(each, (0, 1)))(w, x), expected, rtol=1e-4, atol=1e-5)
+    if policy in ("named", "offloaded"):
+        kept = {part.dtype.name for part in jax.tree.leaves(jax.vjp(partial(saving, w), x)[1]) if part.shape == (32, 32)}
+        assert "uint8" in kept
+        assert "float32" not in kept
+
+
 @pytest.mark.optimized
 @pytest.mark.parametrize("format", ["fp8_e4m3", "mxfp8_e4m3", "nvfp4"])
 def test_no_program_keeps_anything_for_it(format, arrays):

@@ -140,6 +140,17 @@ def test_scan_cond_checkpoint_and_no_jit(format):
     assert_same((values,), (numerics.dequantize(*expected[0], format, "bfloat16", columns=48),))
 
 
+def test_nans_are_found_where_they_come_from():
+    """`jax_debug_nans` takes a program apart that gave a NaN; a kernel is one operation to it."""
+    x, w = jnp.ones((4, 64)), jnp.ones((32, 64)).at[0, 0].set(jnp.inf)
+    q = bfp.quantize(w.at[0, 0].set(jnp.nan), "mxfp8_e4m3")
+    layer = lambda w: bfp.linear(x, w, recipe="mxfp8")  # noqa: E731
+    with jax.debug_nans(True):
+        for run in (lambda: layer(w), lambda: jax.jit(layer)(w), lambda: jax.grad(lambda w: layer(w).sum())(w), q.dequantize):
+            with pytest.raises(FloatingPointError, match="nan"):
+                run()
+
+
 @FAMILIES
 def test_no_elements(format):
     for shape in ((0, 32), (4, 0), (2, 0, 5), (0, 4, 5), (1, 1)):

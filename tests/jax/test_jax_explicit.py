@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from same_trees import assert_same_tree
 from samples import bits_of, sample
 
 import blockfp.jax as bfp
@@ -136,6 +137,26 @@ def test_what_jax_can_not_add_is_its_own_error(mesh):
         jax.jit(lambda x, w: bfp.linear(x, w, recipe="mxfp8"))(x, w)
 
 
+def test_groups_are_cut_inside_shard_map_alone(mesh):
+    x, w = jnp.asarray(sample("gaussian", (32, 64))), jnp.asarray(sample("gaussian", (4, 32, 64)))
+    sizes, experts = jnp.full(4, 8), jnp.arange(32)[:, None] % 4
+    rows, whole = NamedSharding(mesh, P("d")), NamedSharding(mesh, P())
+    cut = jax.device_put(x, rows)
+    layer = jax.jit(lambda x, w: bfp.grouped_linear(x, w, sizes, recipe="mxfp8"))
+    send = jax.jit(lambda x: bfp.dispatch(x, experts, 4, recipe="mxfp8").tokens)
+    weight = bfp.quantize_params({"w": w}, "mxfp8")["w"]
+    for call, message in (
+        (lambda: layer(cut, weight), "x is cut over 'd', a mesh axis of type Explicit, where grouped_linear runs inside"),
+        (lambda: layer(x, jax.device_put(weight, bfp.named_shardings(weight, mesh, P("e")))), "weight is cut over 'e'"),
+        (lambda: send(cut), r"x is cut over 'd', .* where dispatch runs inside jax\.shard_map alone: call it there, or .*Auto"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    expected = layer(x, weight), send(x)
+    with jax.set_mesh(mesh):
+        assert_same_tree((layer(jax.device_put(x, whole), weight), send(jax.device_put(x, whole))), expected)
+
+
 @pytest.mark.parametrize("spec", [P("d", None), P("d"), P(None, "d"), P("d", "e"), P()])
 @pytest.mark.parametrize("axis_type", jax.sharding.AxisType.__members__.values(), ids=str)
 def test_named_shardings_are_what_jax_takes(spec, axis_type):
@@ -168,3 +189,24 @@ def test_named_shardings_of_what_does_not_fit(mesh):
         bfp.named_shardings({"w": q}, mesh, P("x"))
     with pytest.raises(ValueError, match="has 3 entries for an array of shape"):
         bfp.named_shardings({"w": q}, mesh, P(None, None, "d"))
+
+
+# Blocks that straddle devices along rows and columns, packed columns that are cut, and rows that don't divide evenly.
+@pytest.mark.parametrize(("shape", "spec"), [((96, 128), P("d")), ((128, 96), P("e", "d")), ((83, 84), P(("e", "d")))])
+def test_parameters_of_shard_params_are_put_together_again(shape, spec, mesh):
+    weights = {recipe: jnp.asarray(sample("gaussian", shape)) for recipe in ("mxfp4", "nvfp4", "fp8_current")}
+    whole = bfp.quantize_params(weights, lambda path: path)
+    state = bfp.adamw(0.1).init(whole, weights)
+    placed = bfp.shard_params(whole, mesh, spec)
+    again = bfp.unshard_params(placed)
+    assert_same_tree(again, whole)
+    assert_same_tree(bfp.unshard_state(bfp.shard_state(state, placed), placed), state)
+    # What lies on the mesh is cut another way.
+    other = bfp.shard_params(again, mesh, P(None, "d"))
+    assert_same_tree(bfp.unshard_params(other), whole)
+    even = jax.tree.map(lambda part: NamedSharding(mesh, P("e") if part.ndim and part.shape[0] % 2 == 0 else P()), state)
+    moved = bfp.shard_state(jax.device_put(state, even), other)
+    assert_same_tree(bfp.unshard_state(moved, other), state)
+    # Along every axis that the mesh divides, it stays cut.
+    if shape == (128, 96):
+        assert again["mxfp4"].codes.sharding.spec == spec

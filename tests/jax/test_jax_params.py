@@ -56,6 +56,26 @@ def test_a_recipe_by_pattern(params):
     assert bfp.quantize_params(tree, {"bias": None, "": "mxfp8"})["up"].format.square
 
 
+def test_weights_do_not_stay_unquantized_unnoticed():
+    """NumPy draws float64, and a misspelt filter takes nothing."""
+    drawn = {"up": np.random.default_rng(0).standard_normal((32, 64)), "step": np.int32(3)}
+    for recipe in ("mxfp8", {"up": "mxfp8"}):
+        with pytest.raises(TypeError, match=r"up: a weight must be .*, got float64 \(32, 64\): cast it first, or leave it out"):
+            bfp.quantize_params(drawn, recipe)
+    plain = {"up": drawn["up"].astype(np.float32), "step": np.int32(3)}
+    with pytest.raises(ValueError, match="tree holds no weight to quantize: filter_fn takes none of 'step', 'up'"):
+        bfp.quantize_params(plain, "mxfp8", filter_fn=lambda path, _: path.endswith("weigth"))
+    assert bfp.quantize_params({}, "mxfp8") == {}
+    assert bfp.quantize_params(plain, lambda path: None) == plain
+
+
+def test_random_keys_beside_weights(params):
+    keys = jax.random.split(jax.random.key(0), (2, 32))
+    q = bfp.quantize_params(params | {"keys": keys}, "mxfp8")
+    assert q.pop("keys") is keys
+    assert_same_tree(q, bfp.quantize_params(params, "mxfp8"))
+
+
 def test_a_recipe_by_path(params):
     q = bfp.quantize_params(params, {"layers.up": "mxfp6"}.get, filter_fn=only_weights)
     assert q["layers"]["up"].format.name == "mxfp6_e3m2_32x32"
