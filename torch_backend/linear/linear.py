@@ -257,7 +257,9 @@ def call_of(
             comes_aligned(x, recipe.input_columnwise.format, recipe.gradient_columnwise.format, exact=recipe.exact_products),
         )
     takes_axes = direct and not grouped and parallel is None and not recipe.input_columnwise.eden
-    return Call(recipe, stored, grouped, needs, training, rank, parallel, made, direct, traced, aligns, takes_axes, autocast)
+    eps = float(recipe.text.rsplit(",", 3)[1])
+    options = (made, direct, traced, aligns, takes_axes, autocast, eps)
+    return Call(recipe, stored, grouped, needs, training, rank, parallel, *options)
 
 
 def _run(

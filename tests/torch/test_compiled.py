@@ -1,0 +1,51 @@
+"""torch.compile of layers, by its options."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import blockfp.torch as bfp
+from blockfp import recipes
+
+WEIGHTS = pytest.mark.parametrize("weights", ["quantized", "high_precision"])
+
+
+def inputs(length):
+    return torch.randn((length, 4, 64), generator=torch.Generator().manual_seed(length), requires_grad=True)
+
+
+def assert_trains_alike(model, compiled, by, x):
+    """Compares outputs and all gradients of a model and of its copy `by`, which runs as `compiled`."""
+    found = []
+    for one, run in ((model, model), (by, compiled)):
+        given = x.detach().clone().requires_grad_()
+        y = run(given)
+        y.square().sum().backward()
+        found.append([y, given.grad, *(param.grad for param in one.parameters())])
+        one.zero_grad()
+    for wanted, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+# ---- lengths that are left open
+
+CHAINS = {
+    "layers": lambda **options: nn.Sequential(bfp.Linear(64, 64, **options), bfp.Linear(64, 64, bias=False, **options)),
+    "MLP": lambda **options: nn.Sequential(bfp.LayerNormMLP(64, 64, **options), bfp.LayerNormLinear(64, 64, **options)),
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("recipe", ["mxfp8", recipes.fp8_block(eps=1e-4), "nvfp4"], ids=str)
+@WEIGHTS
+def test_dynamic_lengths_are_one_graph(chain, recipe, weights):
+    torch._dynamo.reset()
+    model = CHAINS[chain](recipe=recipe, weights=weights)
+    other = copy.deepcopy(model)
+    compiled = torch.compile(other, dynamic=True, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        # More than one block each: torch takes any length of 1 for a constant, and equal lengths for one.
+        for length in (70, 100, 77):
+            assert_trains_alike(model, compiled, other, inputs(length))
