@@ -56,6 +56,11 @@ def is_mutable(func: Any) -> bool:
     return func._schema.is_mutable
 
 
+def outputs_of(func: Any) -> list[str]:
+    """The names of the arguments that an operation writes its results into. Its schema knows, and has no public name."""
+    return [argument.name for argument in func._schema.arguments if argument.is_out]
+
+
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """Returns the number of `TorchDispatchMode`s that are on. There is no public question."""
 
