@@ -75,6 +75,22 @@ def test_a_frozen_program_is_the_layers_alone(recipe):
         assert torch.equal(apart.module()(x), model(x))
 
 
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: bfp.fake_quantize(x, "mxfp8_e4m3"),
+        lambda x: bfp.linear(x, X, recipe="mxfp8"),
+        converted("mxfp8"),
+        bfp.LayerNormMLP(64, 64, recipe="mxfp8"),
+    ],
+)
+def test_torch_jit_takes_no_layer(function, checked):
+    """It would record constants: unchecked, the first result for every input."""
+    with pytest.raises(NotImplementedError, match=r"torch\.export"):
+        torch.jit.trace(function, (X,), check_trace=checked)
+
+
 def test_compiled_layers_keep_their_gradients():
     model = converted("mxfp8")
     compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)

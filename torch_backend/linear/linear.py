@@ -20,8 +20,9 @@ from ..custom_ops.quantize_plans import NEITHER, kept, part_count
 from ..custom_ops.shared_casts import SharedCast, shared_cast
 from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import key_tensor
+from ..quantized_tensor.refusals import jit_refusal
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
-from ..torch_internals import dispatch_modes, functorch_is_active, unsafe_view, unwrap_if_dead
+from ..torch_internals import dispatch_modes, functorch_is_active, jit_traces, unsafe_view, unwrap_if_dead
 from .call import Call
 from .functional import transformed
 from .grouped_function import GroupedFunction, counts_of, ends_of, run_grouped, takes
@@ -81,6 +82,7 @@ def linear(
             outside of autocast.
         ValueError: shapes that don't fit, tensors on different devices, a weight in another format than the recipe's, no
             state or key where the recipe needs one, or a DTensor.
+        NotImplementedError: under torch.jit.trace.
 
     Example:
         >>> y = linear(x, quantize(w, "mxfp8_e4m3_32x32"), recipe="mxfp8")
@@ -114,6 +116,8 @@ def apply(
     device. With `parallel`, tensors are what this rank holds of them. With `transposed`, weight is [.., in, out], in a format
     whose transpose is exact.
     """
+    if jit_traces():
+        raise jit_refusal()
     shared = None if parallel is None else parallel.of(x.shape)
     traced = torch.compiler.is_compiling()
     transforms = not traced and functorch_is_active()
