@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import blockfp.torch as bfp
 from blockfp import recipes
@@ -49,3 +50,17 @@ def test_dynamic_lengths_are_one_graph(chain, recipe, weights):
         # More than one block each: torch takes any length of 1 for a constant, and equal lengths for one.
         for length in (70, 100, 77):
             assert_trains_alike(model, compiled, other, inputs(length))
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_delayed", "nvfp4"])
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@WEIGHTS
+def test_a_graph_of_operations(mode, recipe, weights):
+    """make_fx runs eager code with tensors that are watched, or have no memory, or lengths that are open."""
+    model = CHAINS["MLP"](recipe=recipe, weights=weights)
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with torch.no_grad():
+        run = make_fx(lambda state, x: torch.func.functional_call(model, state, (x,)), tracing_mode=mode)
+        graph = run(state, inputs(4))
+        x = inputs(7 if mode == "symbolic" else 4) * 2
+        assert torch.equal(graph(state, x), model(x))

@@ -22,7 +22,7 @@ from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import key_tensor
 from ..quantized_tensor.refusals import jit_refusal
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
-from ..torch_internals import dispatch_modes, functorch_is_active, jit_traces, unsafe_view, unwrap_if_dead
+from ..torch_internals import FakeTensor, dispatch_modes, functorch_is_active, jit_traces, unsafe_view, unwrap_if_dead
 from .call import Call
 from .functional import transformed
 from .grouped_function import GroupedFunction, counts_of, ends_of, run_grouped, takes
@@ -123,7 +123,8 @@ def apply(
     transforms = not traced and functorch_is_active()
     known = call = None
     grouped = counts is not None or offs is not None
-    if not grouped and parallel is None and not transforms and not traced:
+    # Lengths of fake tensors may be left open, and aren't hashed then.
+    if not grouped and parallel is None and not transforms and not traced and type(x) is not FakeTensor:
         known = known_by(x, weight, bias, recipe, state, key, transposed)
         call = _calls.get(known)
     if call is None:
