@@ -120,7 +120,13 @@ def apply(
         raise jit_refusal()
     shared = None if parallel is None else parallel.of(x.shape)
     traced = torch.compiler.is_compiling()
-    transforms = not traced and functorch_is_active()
+    transforms = functorch_is_active()
+    if traced and transforms:
+        # See `functional`. Where nobody wants one graph, the compiler leaves this to eager code.
+        raise NotImplementedError(
+            "torch.compile would lose the gradients of torch.func's transforms (grad, vjp, vmap, ..) of blockfp's layers: leave "
+            "torch.func out of what is compiled, or take gradients by torch.autograd"
+        )
     known = call = None
     grouped = counts is not None or offs is not None
     # Lengths of fake tensors may be left open, and aren't hashed then.
