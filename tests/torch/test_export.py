@@ -91,6 +91,21 @@ def test_torch_jit_takes_no_layer(function, checked):
         torch.jit.trace(function, (X,), check_trace=checked)
 
 
+def test_layers_are_leaves_of_a_symbolic_trace():
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, module, name):
+            return isinstance(module, bfp.Linear) or super().is_leaf_module(module, name)
+
+    model = converted("mxfp8", activation=nn.Identity)
+    with pytest.raises(TypeError, match=r"got Proxy; let is_leaf_module"):
+        torch.fx.symbolic_trace(model)
+    traced = torch.fx.GraphModule(model, Tracer().trace(model))
+    x = X.clone().requires_grad_()
+    traced(x).sum().backward()
+    (wanted,) = torch.autograd.grad(model(y := X.clone().requires_grad_()).sum(), y)
+    assert torch.equal(x.grad, wanted)
+
+
 def test_compiled_layers_keep_their_gradients():
     model = converted("mxfp8")
     compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
