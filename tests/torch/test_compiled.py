@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import blockfp
 import blockfp.torch as bfp
 from blockfp import recipes
 
@@ -64,3 +65,18 @@ def test_a_graph_of_operations(mode, recipe, weights):
         graph = run(state, inputs(4))
         x = inputs(7 if mode == "symbolic" else 4) * 2
         assert torch.equal(graph(state, x), model(x))
+
+
+# ---- the cache on disk
+
+
+@WEIGHTS
+def test_a_cache_tells_weights_apart(weights, monkeypatch):
+    made = lambda recipe, dtype=None: bfp.Linear(64, 64, recipe=recipe, weights=weights, dtype=dtype).weight.detach()  # noqa: E731
+    named = [made(recipe) for recipe in ("mxfp8", "mxfp6", "fp8_current", "nvfp4")]
+    others = [made("mxfp8", torch.bfloat16), made("mxfp8")[:32]]
+    found = [weight._stable_hash_for_caching() for weight in (*named, *others)]
+    assert len(set(found)) == len(found)
+    assert made("mxfp8")._stable_hash_for_caching() == found[0]
+    monkeypatch.setattr(blockfp, "__version__", "another")
+    assert made("mxfp8")._stable_hash_for_caching() != found[0]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+import blockfp
 from blockfp.definition.checks import check_input
 from blockfp.formats import Format
 from blockfp.sharding.placement import Mesh, Shard, Sharding, StridedShard
@@ -221,7 +222,7 @@ class CastWeight(Wrapper):
         return CastWeight(inner["values"], *context)
 
     def _stable_hash_for_caching(self) -> str:
-        return f"{self.format} {self.whole} {self.cut} {self.dtype} {tuple(self.shape)} {self.device} {self.requires_grad}"
+        return f"{blockfp.__version__} {self.format} {self.whole} {self.cut} {self.dtype} {tuple(self.shape)} {self.device} {self.requires_grad}"
 
     def __reduce_ex__(self, protocol):
         is_parameter = isinstance(self, torch.nn.Parameter)
