@@ -124,8 +124,8 @@ def apply(
     if traced and transforms:
         # See `functional`. Where nobody wants one graph, the compiler leaves this to eager code.
         raise NotImplementedError(
-            "torch.compile would lose the gradients of torch.func's transforms (grad, vjp, vmap, ..) of blockfp's layers: leave "
-            "torch.func out of what is compiled, or take gradients by torch.autograd"
+            "torch.compile would lose the gradients of torch.func's transforms (grad, vjp, vmap, ..) of blockfp's layers: "
+            "leave torch.func out of what is compiled, or take gradients by torch.autograd"
         )
     known = call = None
     grouped = counts is not None or offs is not None

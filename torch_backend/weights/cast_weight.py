@@ -222,7 +222,8 @@ class CastWeight(Wrapper):
         return CastWeight(inner["values"], *context)
 
     def _stable_hash_for_caching(self) -> str:
-        return f"{blockfp.__version__} {self.format} {self.whole} {self.cut} {self.dtype} {tuple(self.shape)} {self.device} {self.requires_grad}"
+        identity = (blockfp.__version__, self.format, self.whole, self.cut, self.dtype, tuple(self.shape), self.device)
+        return " ".join(map(str, (*identity, self.requires_grad)))
 
     def __reduce_ex__(self, protocol):
         is_parameter = isinstance(self, torch.nn.Parameter)
