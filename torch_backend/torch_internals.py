@@ -56,6 +56,11 @@ def is_mutable(func: Any) -> bool:
     return func._schema.is_mutable
 
 
+def outputs_of(func: Any) -> list[str]:
+    """The names of the arguments that an operation writes its results into. Its schema knows, and has no public name."""
+    return [argument.name for argument in func._schema.arguments if argument.is_out]
+
+
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """Returns the number of `TorchDispatchMode`s that are on. There is no public question."""
 
@@ -73,6 +78,9 @@ def keeping_version(tensor: Tensor) -> AbstractContextManager[Any]:
 
 functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Says whether a transform of torch.func is under way, where autograd functions need a form of their own. It can't be asked."""
+
+jit_traces: Callable[[], Any] = torch._C._get_tracing_state
+"""Returns what torch.jit.trace records into, or None. `torch.jit.is_tracing` asks it by a call of Python's own code."""
 
 unwrap_if_dead: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead  # pyright: ignore[reportAttributeAccessIssue]
 """The tensor behind one that outlived its transform of torch.func."""

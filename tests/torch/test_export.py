@@ -75,6 +75,37 @@ def test_a_frozen_program_is_the_layers_alone(recipe):
         assert torch.equal(apart.module()(x), model(x))
 
 
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: bfp.fake_quantize(x, "mxfp8_e4m3"),
+        lambda x: bfp.linear(x, X, recipe="mxfp8"),
+        converted("mxfp8"),
+        bfp.LayerNormMLP(64, 64, recipe="mxfp8"),
+    ],
+)
+def test_torch_jit_takes_no_layer(function, checked):
+    """It would record constants: unchecked, the first result for every input."""
+    with pytest.raises(NotImplementedError, match=r"torch\.export"):
+        torch.jit.trace(function, (X,), check_trace=checked)
+
+
+def test_layers_are_leaves_of_a_symbolic_trace():
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, module, name):
+            return isinstance(module, bfp.Linear) or super().is_leaf_module(module, name)
+
+    model = converted("mxfp8", activation=nn.Identity)
+    with pytest.raises(TypeError, match=r"got Proxy; let is_leaf_module"):
+        torch.fx.symbolic_trace(model)
+    traced = torch.fx.GraphModule(model, Tracer().trace(model))
+    x = X.clone().requires_grad_()
+    traced(x).sum().backward()
+    (wanted,) = torch.autograd.grad(model(y := X.clone().requires_grad_()).sum(), y)
+    assert torch.equal(x.grad, wanted)
+
+
 def test_compiled_layers_keep_their_gradients():
     model = converted("mxfp8")
     compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)

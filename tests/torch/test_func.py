@@ -104,6 +104,22 @@ def test_amaxes_are_recorded_once():
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("weights", ["quantized", "high_precision"])
+def test_compiled_transforms_lose_no_gradients(weights):
+    """Of an autograd function in their graphs torch makes zeros: they run eagerly, or raise where all has to be one graph."""
+    torch._dynamo.reset()
+    layer, x = bfp.Linear(32, 16, recipe="mxfp8", weights=weights), batch()
+    gradient = grad(lambda x: layer(x).square().sum())
+    twice = grad(lambda x: gradient(x).square().sum())
+    for function in (gradient, twice):
+        assert torch.equal(torch.compile(function, backend="eager")(x), function(x))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"leave torch\.func out"):
+        torch.compile(gradient, backend="eager", fullgraph=True)(x)
+    run = torch.compile(lambda params, x: functional_call(layer, params, (x,)), backend="eager", fullgraph=True)
+    assert torch.equal(run(dict(layer.named_parameters()), x), layer(x))
+
+
 # torch's, of what it loads for forward mode.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
 def test_forward_mode_is_refused():

@@ -24,7 +24,7 @@ def test_operands_are_bit_for_bit_those_of_quantize(name):
         row, column = recipe.cast(operand), recipe.cast(operand, "columnwise")
         multiplier = multiplier if recipe.delayed else None
         found = operand_ops.quantize_operand(
-            x, row.format, column.format, multiplier=multiplier, rotate=column.rotate,
+            x, row.format, column.format, multiplier=multiplier, rotate=column.rotate, eps=0.0,
             row_key=keys[0] if row.stochastic else None, column_key=keys[1] if column.stochastic else None,
         )  # fmt: skip
         for parts, cast, matrix, t in ((found.row, row, x, 0), (found.column, column, x.mT.contiguous(), 1)):

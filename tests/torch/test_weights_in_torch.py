@@ -69,6 +69,42 @@ def test_shapes_are_not_changed_in_place(change):
     assert w.values.shape == w.shape == (32, 32)
 
 
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda w, others: torch.add(X, X, out=w),
+        lambda w, others: torch.cat([X, X], out=w),
+        lambda w, others: torch.var(w, 1, out=w),
+        lambda w, others: torch.max(X, 1, out=(w, others[0])),
+        lambda w, others: torch.ops.aten._foreach_norm.Scalar_out([w, X], 2, out=[others[1], w]),
+        lambda w, others: torch.unbind_copy(X, out=[others[1], w, others[1].clone(), others[1].clone()]),
+    ],
+)
+def test_a_result_of_another_shape_goes_into_no_weight(write):
+    w, others = weight("high_precision"), [torch.tensor([3]), torch.ones(2)]
+    before = w.values.clone()
+    with pytest.raises(NotImplementedError, match="CastWeight: its result"):
+        write(w, others)
+    assert w.shape == w.values.shape
+    assert torch.equal(w.values, before)
+    assert torch.equal(others[0], torch.tensor([3]))
+    assert torch.equal(others[1], torch.ones(2))
+
+
+def test_results_go_into_weights():
+    w, indices, x = weight("high_precision"), torch.empty(0, dtype=torch.long), torch.randn(32, 32)
+    assert torch.add(x, 1, out=w) is w
+    assert torch.equal(w.values, x + 1)
+    assert torch.mul(w, w, out=w) is w
+    assert torch.equal(w.values, (x + 1) * (x + 1))
+    found = torch.sort(x, out=(w, indices))
+    assert found[0] is w
+    assert found[1] is indices
+    assert torch.equal(w.values, x.sort().values)
+    assert torch.equal(indices, x.sort().indices)
+
+
 # ---- parts
 
 

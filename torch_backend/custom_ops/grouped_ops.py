@@ -210,7 +210,7 @@ def backward_now(
     if needs_x:
         if scales is None and recipe.weight.format is not None:
             # The forward's codes of it were not kept beside it.
-            weight, scales, tensor_scale = [*quantize_operand(weight, recipe.weight.format, None).row, None][:3]
+            weight, scales, tensor_scale = [*quantize_operand(weight, recipe.weight.format, None, eps=0.0).row, None][:3]
         w = _weight(weight, scales, tensor_scale, recipe.weight.format)._replace(transposed=True)
         reason = why_apart(gradient, k, row.format, w.format, exact=exact, transposed=True, again=again)
     if reason is None and weight_dtype is not None:
@@ -249,7 +249,7 @@ def backward_now(
             one, index = w, number
             if w.format is None and again is not None:
                 # A weight whose rowwise operand is in high precision has no codes yet.
-                one, index = Matrix(quantize_operand(weight[number], None, again).column, again), None
+                one, index = Matrix(quantize_operand(weight[number], None, again, eps=0.0).column, again), None
             a = _rows(rows, found.row, row)
             options = (k, n, None, dtype, fast["dgrad"], index, recipe.exact_products)
             d_x[group.begin : group.end] = multiply_parts(a, one, *options)

@@ -46,7 +46,7 @@ def quantize_operand(
     row_key: Tensor | None = None,
     column_key: Tensor | None = None,
     rotate: bool = False,
-    eps: float = 0.0,
+    eps: float,
     aligned: Aligned = NEITHER,
 ) -> Directions:
     """Quantizes a matrix along its rows, its columns, or both.
@@ -59,7 +59,8 @@ def quantize_operand(
         multiplier: float32 of one element, instead of an amax: delayed scaling. The amax of x is returned then.
         row_key, column_key: two words each as int32 [2], for stochastic rounding.
         rotate: the random Hadamard transform before the columnwise direction.
-        eps: lifts amaxes, as for `numerics.quantize`, of formats where it has a meaning.
+        eps: lifts amaxes, as for `numerics.quantize`, of formats where it has a meaning. It has no default: a compiler may
+            leave one open, as any number that it doesn't find in code (`dynamic=True`), and no op of a layer takes it so.
         aligned: which directions come aligned, for products that take such operands (`products.comes_aligned`).
     """
     names = [None if format is None else format.name for format in (row, column)]

@@ -13,7 +13,7 @@ from blockfp.formats import Format
 from blockfp.recipes import Recipe
 
 from ..custom_ops.key_ops import gradient_keys
-from ..custom_ops.quantize_plans import NEITHER, Aligned
+from ..custom_ops.quantize_plans import Aligned
 from .parallel import Parallel
 
 
@@ -38,6 +38,7 @@ class Call:
         takes_axes: whether x may have any number of axes for the layer's autograd function: that of one rank, of a direct call
             without groups. Each view outside of it would be a node of the graph.
         dtype: to which x and the parameters are cast by autocast; None outside of it.
+        eps: the recipe's, out of its text: a number that an object holds compilers may leave open (`dynamic=True`).
     """
 
     recipe: Recipe
@@ -46,13 +47,14 @@ class Call:
     needs: tuple[bool, ...]
     training: bool
     rank: int | None
-    parallel: Parallel | None = None
-    quantizes_weight: int = 0
-    direct: bool = False
-    traced: bool = False
-    aligns: Aligned = NEITHER
-    takes_axes: bool = False
-    dtype: torch.dtype | None = None
+    parallel: Parallel | None
+    quantizes_weight: int
+    direct: bool
+    traced: bool
+    aligns: Aligned
+    takes_axes: bool
+    dtype: torch.dtype | None
+    eps: float
 
 
 def groups_of(x: Tensor, counts: Sequence[int] | None) -> list[tuple[int | None, Tensor]]:

@@ -4,6 +4,8 @@ torch's transformations take functions of tensors apart level by level. These fu
 make the operands again where they want them, and run the ordinary `linear`, its backward and the backward of that
 (`second_order`), each on plain tensors. Under vmap every example is a tensor of its own, with its own amaxes: they are
 multiplied one after another.
+
+None of it goes into a compiled graph, where torch 2.13 makes zeros of an autograd function's gradients under torch.func.
 """
 
 from __future__ import annotations
@@ -14,9 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..custom_ops.library import outside_graphs
+
 Run = Callable[..., Tensor]
 
 
+@outside_graphs
 def transformed(x: Tensor, weight: Tensor, bias: Tensor | None, run: Run) -> Tensor:
     """Calls `run(x, weight, bias)` so that torch.func can differentiate it, map it and differentiate it again."""
     return _Linear.apply(x, weight, bias, run)
@@ -46,6 +51,7 @@ class _Linear(_Mapped):
         ctx.save_for_backward(*tensors)
 
     @staticmethod
+    @outside_graphs
     def backward(ctx: Any, gradient: Tensor):
         wanted = ctx.needs_input_grad[:3]
         grads = iter(_Gradients.apply(*ctx.saved_tensors, gradient, wanted, ctx.run))
@@ -76,6 +82,7 @@ class _Gradients(_Mapped):
         ctx.save_for_backward(*tensors)
 
     @staticmethod
+    @outside_graphs
     def backward(ctx: Any, *along: Tensor):
         needs = ctx.needs_input_grad[:4]
         grads = iter(_Seconds.apply(*ctx.saved_tensors, ctx.wanted, needs, ctx.run, *along))
@@ -109,6 +116,7 @@ class _Seconds(_Mapped):
         pass
 
     @staticmethod
+    @outside_graphs
     def backward(ctx: Any, *along: Tensor):
         raise NotImplementedError(
             "torch.func differentiates linear twice: for a third time use torch.autograd.grad in eager mode"

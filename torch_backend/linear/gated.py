@@ -13,7 +13,7 @@ from blockfp.recipes import Recipe
 from ..custom_ops import export_ops
 from ..custom_ops.quantize_plans import kept
 from ..quantized_tensor.tensor import DTYPES
-from ..torch_internals import functorch_is_active, unsafe_view, unwrap_if_dead
+from ..torch_internals import FakeTensor, functorch_is_active, jit_traces, unsafe_view, unwrap_if_dead
 from .call import Call
 from .gated_function import GatedFunction, Gating, run_gated
 from .linear import LinearState, call_of, check_tensors, known_by
@@ -28,9 +28,12 @@ def takes(gate: Tensor, up: Tensor | None, weight: Tensor, recipe: Recipe, state
     """Says whether `gated` computes what the activation and `linear` would.
 
     It doesn't where the values of what the activation makes are wanted (by `observe`, by operands in high precision, by EDEN),
-    in transforms of torch.func, under an autocast to another dtype, or with DTensors. Nor where `linear` would raise.
+    in transforms of torch.func, under torch.jit.trace, under an autocast to another dtype, or with DTensors. Nor where `linear`
+    would raise.
     """
-    if recipe.input.format is None or recipe.input_columnwise.format is None or functorch_is_active():
+    if recipe.input.format is None or recipe.input_columnwise.format is None:
+        return False
+    if functorch_is_active() or jit_traces():
         return False
     if recipe.input_columnwise.eden:
         return False
@@ -69,7 +72,7 @@ def gated(
         one if one is None or one.ndim == 2 else one.flatten(0, -2) if one.ndim > 1 else one[None] for one in (gate, up)
     ]
     known = call = None
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and type(gate) is not FakeTensor:
         known = (known_by(gate, weight, bias, recipe, state, None, False), gating.layout)
         call = _calls.get(known)
     if call is None:

@@ -65,7 +65,7 @@ class GatedFunction(torch.autograd.Function):
         column = recipe.input_columnwise if needs_weight else HIGH_PRECISION
         # Another pass for the amax costs more than those few codes are worth.
         at_once = not call.traced and column.format is row and row.scale.two_level
-        known = (scale, recipe.eps, direct)
+        known = (scale, call.eps, direct)
         operand = weight_operand(weight, call.stored, recipe.weight, None)
         if direct:
             *parts, origin = taken_apart(list(operand.parts), call)
@@ -134,7 +134,7 @@ def _cast_again(ctx: Any, saved: list[Tensor], aligned: bool = False) -> list[Te
     """Returns the columnwise parts of what the activation makes, of which a forward kept none; `aligned` if so."""
     gate, up = _gate_and_up(ctx, saved)
     recipe, direct = ctx.call.recipe, ctx.call.direct and runs_now(gate)
-    known = (ctx.input_amax, ctx.input_scale, recipe.eps, direct)
+    known = (ctx.input_amax, ctx.input_scale, ctx.call.eps, direct)
     return _cast(gate, up, ctx.gating, HIGH_PRECISION, recipe.input_columnwise, *known, (False, aligned))[0]
 
 

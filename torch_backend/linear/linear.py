@@ -20,8 +20,9 @@ from ..custom_ops.quantize_plans import NEITHER, kept, part_count
 from ..custom_ops.shared_casts import SharedCast, shared_cast
 from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import key_tensor
+from ..quantized_tensor.refusals import jit_refusal
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
-from ..torch_internals import dispatch_modes, functorch_is_active, unsafe_view, unwrap_if_dead
+from ..torch_internals import FakeTensor, dispatch_modes, functorch_is_active, jit_traces, unsafe_view, unwrap_if_dead
 from .call import Call
 from .functional import transformed
 from .grouped_function import GroupedFunction, counts_of, ends_of, run_grouped, takes
@@ -81,6 +82,7 @@ def linear(
             outside of autocast.
         ValueError: shapes that don't fit, tensors on different devices, a weight in another format than the recipe's, no
             state or key where the recipe needs one, or a DTensor.
+        NotImplementedError: under torch.jit.trace.
 
     Example:
         >>> y = linear(x, quantize(w, "mxfp8_e4m3_32x32"), recipe="mxfp8")
@@ -108,12 +110,21 @@ def apply(
     device. With `parallel`, tensors are what this rank holds of them. With `transposed`, weight is [.., in, out], in a format
     whose transpose is exact.
     """
+    if jit_traces():
+        raise jit_refusal()
     shared = None if parallel is None else parallel.of(x.shape)
     traced = torch.compiler.is_compiling()
-    transforms = not traced and functorch_is_active()
+    transforms = functorch_is_active()
+    if traced and transforms:
+        # See `functional`. Where nobody wants one graph, the compiler leaves this to eager code.
+        raise NotImplementedError(
+            "torch.compile would lose the gradients of torch.func's transforms (grad, vjp, vmap, ..) of blockfp's layers: "
+            "leave torch.func out of what is compiled, or take gradients by torch.autograd"
+        )
     known = call = None
     grouped = counts is not None or offs is not None
-    if not grouped and parallel is None and not transforms and not traced:
+    # Lengths of fake tensors may be left open, and aren't hashed then.
+    if not grouped and parallel is None and not transforms and not traced and type(x) is not FakeTensor:
         known = known_by(x, weight, bias, recipe, state, key, transposed)
         call = _calls.get(known)
     if call is None:
@@ -257,7 +268,9 @@ def call_of(
             comes_aligned(x, recipe.input_columnwise.format, recipe.gradient_columnwise.format, exact=recipe.exact_products),
         )
     takes_axes = direct and not grouped and parallel is None and not recipe.input_columnwise.eden
-    return Call(recipe, stored, grouped, needs, training, rank, parallel, made, direct, traced, aligns, takes_axes, autocast)
+    eps = float(recipe.text.rsplit(",", 3)[1])
+    options = (made, direct, traced, aligns, takes_axes, autocast, eps)
+    return Call(recipe, stored, grouped, needs, training, rank, parallel, *options)
 
 
 def _run(

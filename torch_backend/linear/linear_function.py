@@ -143,7 +143,7 @@ class LinearFunction(torch.autograd.Function):
                 y.resize_(*leading, y.shape[1])
         else:
             # Layers that read one input share its casts: compilers know equal operations. Checkpoints keep products alone.
-            scaling = Scaling(recipe.eps, scale, history if call.training else None, ctx.observed)
+            scaling = Scaling(call.eps, scale, history if call.training else None, ctx.observed)
             operand = weight_operand(weight, call.stored, recipe.weight, None)
             aligned = (False, False)
             if ctx.observed is None:

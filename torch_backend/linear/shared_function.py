@@ -71,7 +71,7 @@ class SharedFunction(torch.autograd.Function):
         recipe, parallel = call.recipe, call.parallel
         if parallel is not None and parallel.splits is not None:
             pieces.check_eager()
-        scaling = Scaling(recipe.eps, input_scale, input_amax_history if call.training else None, observed)
+        scaling = Scaling(call.eps, input_scale, input_amax_history if call.training else None, observed)
         columnwise = recipe.input_columnwise if call.needs[1] else HIGH_PRECISION
         # The backward knows the signs that EDEN rotates by.
         columnwise = HIGH_PRECISION if columnwise.eden else columnwise
@@ -143,7 +143,7 @@ class SharedFunction(torch.autograd.Function):
         rowwise = recipe.gradient if needs_x else HIGH_PRECISION
         columnwise = recipe.gradient_columnwise if needs_weight else HIGH_PRECISION
         keys = keys_of_gradient(ctx, gradient) if rowwise.stochastic or columnwise.stochastic else None
-        scaling = Scaling(recipe.eps, ctx.scale, ctx.history, ctx.observed)
+        scaling = Scaling(call.eps, ctx.scale, ctx.history, ctx.observed)
         pending, cast = None, recipe.input_columnwise
         inputs: list[Matrix] = []
         if parallel is not None and parallel.gathers_input and needs_weight:

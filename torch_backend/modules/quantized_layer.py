@@ -120,7 +120,10 @@ class QuantizedLayer(InParts, StatefulLayer):
         """
         plain = type(x) is Tensor
         if not plain and not isinstance(x, Tensor):
-            raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+            leaf = "; let is_leaf_module of torch.fx's Tracer leave blockfp's layers as they are" * isinstance(
+                x, torch.fx.Proxy
+            )
+            raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}{leaf}")
         # As attributes of a module, parameters cost a Python call each. Parametrizations put others in their place.
         own: Any = self._parameters
         weight = own["weight"] if "weight" in own else self.weight  # noqa: SIM401

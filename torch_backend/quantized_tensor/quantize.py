@@ -10,8 +10,10 @@ from blockfp.definition.rounding import Key
 from blockfp.formats import Format
 
 from ..custom_ops import ops
+from ..torch_internals import jit_traces
 from . import sharding
 from .keys import key_tensor
+from .refusals import jit_refusal
 from .tensor import QuantizedTensor
 
 
@@ -31,6 +33,7 @@ def quantize(x: Tensor, format: Format | str, *, key: Key | None = None) -> Quan
     Raises:
         TypeError: x is not a tensor of a supported dtype, or the key is a `torch.Generator` (see `random_key`).
         ValueError: x has fewer than two axes or is a DTensor, or the format or key is not valid.
+        NotImplementedError: under torch.jit.trace.
 
     Example:
         >>> q = quantize(torch.ones(4, 64), "mxfp8_e4m3")
@@ -49,6 +52,8 @@ def quantize(x: Tensor, format: Format | str, *, key: Key | None = None) -> Quan
         raise ValueError(
             "x is a DTensor, whose ranks may share scales: quantize x.full_tensor(), or x.to_local() as a tensor of its own"
         )
+    if jit_traces():
+        raise jit_refusal()
     checks.check_input(x)
     format = Format.parse(format)
     words = None if key is None else key_tensor(key, x.device)

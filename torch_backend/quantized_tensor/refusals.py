@@ -85,6 +85,15 @@ def refusal(func: Any) -> NotImplementedError:
     return refused(func, "it needs values", _READ)
 
 
+def jit_refusal() -> NotImplementedError:
+    """Returns the error of what torch.jit.trace would record as the constant that it computed once."""
+    return NotImplementedError(
+        "torch.jit.trace doesn't see what blockfp computes, and would keep the results of this call as constants: use "
+        "torch.export or torch.compile; for ONNX and others that trace, export a plain model that has loaded "
+        "blockfp.torch.high_precision_state_dict(model)"
+    )
+
+
 def refused(func: Any, reason: str, remedy: str) -> NotImplementedError:
     return NotImplementedError(f"{func} is not defined for a QuantizedTensor: {reason}; {remedy}")
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+import blockfp
 from blockfp.definition import checks
 from blockfp.formats import Format
 
@@ -283,8 +284,17 @@ class QuantizedTensor(Wrapper):
         return None if received is None else (QuantizedTensor(*received.arguments), received.derived)
 
     def _stable_hash_for_caching(self) -> str:
-        # What torch.compile's cache on disk knows a quantized argument by; its parts' shapes follow from these.
-        identity = (str(self.format), self.dtype, self.origin, tuple(self.shape), self.device, self.requires_grad)
+        # What torch.compile's cache on disk knows a quantized argument by; its parts' shapes follow from these. What a version
+        # makes of operations on it is not for another one.
+        identity = (
+            blockfp.__version__,
+            str(self.format),
+            self.dtype,
+            self.origin,
+            tuple(self.shape),
+            self.device,
+            self.requires_grad,
+        )
         return hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()
 
     def __reduce_ex__(self, protocol):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+import blockfp
 from blockfp.definition.checks import check_input
 from blockfp.formats import Format
 from blockfp.sharding.placement import Mesh, Shard, Sharding, StridedShard
@@ -35,6 +36,7 @@ from ..torch_internals import (
     decomposes,
     forbid_pointer,
     make_wrapper_subclass,
+    outputs_of,
     pytree,
     return_and_correct_aliasing,
 )
@@ -172,6 +174,8 @@ class CastWeight(Wrapper):
                 f"{func} is not defined for a CastWeight: it changes a tensor's shape in place, and the weight would still "
                 "be known by the one before; take the operation that gives another tensor"
             )
+        if kwargs and any(isinstance(each, CastWeight) for each in pytree.tree_leaves(kwargs)) and (names := outputs_of(func)):
+            return _written(func, args, kwargs, names)
         plain_args, plain_kwargs = pytree.tree_map_only(CastWeight, lambda weight: weight.values, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
         if func not in _KEEP_CLASS and (func not in _VIEWS or pytree.tree_leaves(result)[0].ndim < 2):
@@ -218,7 +222,8 @@ class CastWeight(Wrapper):
         return CastWeight(inner["values"], *context)
 
     def _stable_hash_for_caching(self) -> str:
-        return f"{self.format} {self.whole} {self.cut} {self.dtype} {tuple(self.shape)} {self.device} {self.requires_grad}"
+        identity = (blockfp.__version__, self.format, self.whole, self.cut, self.dtype, tuple(self.shape), self.device)
+        return " ".join(map(str, (*identity, self.requires_grad)))
 
     def __reduce_ex__(self, protocol):
         is_parameter = isinstance(self, torch.nn.Parameter)
@@ -232,6 +237,34 @@ def _is_multiplied(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     tensors = [each for each in pytree.tree_leaves(read) if isinstance(each, Tensor)]
     weights = [isinstance(each, CastWeight) for each in tensors]
     return any(weights) and not all(weights)
+
+
+def _written(func: Any, args: tuple, kwargs: dict[str, Any], names: list[str]) -> Any:
+    """Carries out an operation whose results go into tensors that are given (`out=`), a weight among them.
+
+    They are made apart first: torch gives an output of another shape the shape of the result, and a weight keeps its own.
+
+    Raises:
+        NotImplementedError: the result for a weight has another shape.
+    """
+    values = lambda each: each.values if isinstance(each, CastWeight) else each  # noqa: E731
+    outputs = {name: kwargs[name] for name in names}
+    args, others = pytree.tree_map_only(CastWeight, values, (args, {**kwargs, **dict.fromkeys(names)}))
+    made = pytree.tree_map_only(Tensor, lambda each: values(each).clone(), outputs)
+    result = func(*args, **{**others, **made})
+    pairs = list(zip(pytree.tree_leaves(outputs), pytree.tree_leaves(made), strict=True))
+    for output, one in pairs:
+        if isinstance(output, CastWeight) and one.shape != output.shape:
+            raise NotImplementedError(
+                f"{func} is not defined for a CastWeight: its result is {tuple(one.shape)}, which would change the shape of "
+                f"the weight {tuple(output.shape)} in place; take the operation that gives another tensor"
+            )
+    for output, one in pairs:
+        if not isinstance(output, CastWeight) and one.shape != output.shape:
+            output.resize_(one.shape)
+        values(output).copy_(one)
+    written = tuple(outputs.values())
+    return result if result is None else written[0] if len(written) == 1 else written
 
 
 @lru_cache(maxsize=4096)
