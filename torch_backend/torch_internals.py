@@ -74,6 +74,9 @@ def keeping_version(tensor: Tensor) -> AbstractContextManager[Any]:
 functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Says whether a transform of torch.func is under way, where autograd functions need a form of their own. It can't be asked."""
 
+jit_is_tracing: Callable[[], bool] = torch._C._is_tracing
+"""Says whether `torch.jit.trace` runs, as `torch.jit.is_tracing` does, without a call of Python's."""
+
 unwrap_if_dead: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead  # pyright: ignore[reportAttributeAccessIssue]
 """The tensor behind one that outlived its transform of torch.func."""
 

@@ -13,7 +13,7 @@ from blockfp.recipes import Recipe
 from ..custom_ops import export_ops
 from ..custom_ops.quantize_plans import kept
 from ..quantized_tensor.tensor import DTYPES
-from ..torch_internals import functorch_is_active, unsafe_view, unwrap_if_dead
+from ..torch_internals import functorch_is_active, jit_is_tracing, unsafe_view, unwrap_if_dead
 from .call import Call
 from .gated_function import GatedFunction, Gating, run_gated
 from .linear import LinearState, call_of, check_tensors, known_by
@@ -32,7 +32,7 @@ def takes(gate: Tensor, up: Tensor | None, weight: Tensor, recipe: Recipe, state
     """
     if recipe.input.format is None or recipe.input_columnwise.format is None or functorch_is_active():
         return False
-    if recipe.input_columnwise.eden:
+    if recipe.input_columnwise.eden or (not torch.compiler.is_compiling() and jit_is_tracing()):
         return False
     if state is not None and state.observed is not None:
         return False

@@ -21,13 +21,19 @@ from ..custom_ops.shared_casts import SharedCast, shared_cast
 from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import key_tensor
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
-from ..torch_internals import dispatch_modes, functorch_is_active, unsafe_view, unwrap_if_dead
+from ..torch_internals import dispatch_modes, functorch_is_active, jit_is_tracing, unsafe_view, unwrap_if_dead
 from .call import Call
 from .functional import transformed
 from .grouped_function import GroupedFunction, counts_of, ends_of, run_grouped, takes
 from .linear_function import NO_STATE, LinearFunction, run_linear
 from .parallel import Parallel
 from .shared_function import SharedFunction
+
+_JIT = (
+    "torch.jit.trace can't record a quantized product, nor can what traces with it (TensorBoard's add_graph, fvcore, ONNX with "
+    "dynamo=False): use torch.export.export, for FLOPs torch.utils.flop_counter, or a plain model that has loaded "
+    "blockfp.torch.high_precision_state_dict(model)"
+)
 
 
 class LinearState(NamedTuple):
@@ -116,6 +122,8 @@ def apply(
     """
     shared = None if parallel is None else parallel.of(x.shape)
     traced = torch.compiler.is_compiling()
+    if not traced and jit_is_tracing():
+        raise NotImplementedError(_JIT)
     transforms = not traced and functorch_is_active()
     known = call = None
     grouped = counts is not None or offs is not None
