@@ -20,6 +20,9 @@ from .torch_backend.linear.observe import Observation, Observed, observe
 from .torch_backend.linear.oscillations import Oscillation
 from .torch_backend.linear.recompute import keep_products
 from .torch_backend.modules.convert import convert
+from .torch_backend.modules.experts import GroupedProduct
+from .torch_backend.modules.fused_sequential import FusedSequential
+from .torch_backend.modules.gated_mlp import _rebuild_mlp
 from .torch_backend.modules.grouped_linear import GroupedLinear
 from .torch_backend.modules.kinds import _rebuild_layer
 from .torch_backend.modules.layernorm_linear import LayerNormLinear
@@ -108,7 +111,8 @@ __all__ = [
 ]
 
 # Pickles and tracebacks name what users import: rooms may move.
-_IN_PICKLES = (_rebuild_layer, _rebuild_tensor, _rebuild_cast_weight, _LoadHooks, _show_parts)
+_REBUILT = (_rebuild_layer, _rebuild_mlp, _rebuild_tensor, _rebuild_cast_weight)
+_IN_PICKLES = (*_REBUILT, _LoadHooks, _show_parts, FusedSequential, GroupedProduct)
 for _public in (*_IN_PICKLES, *map(globals().__getitem__, __all__)):
     if getattr(_public, "__module__", "").startswith(f"{__package__}.torch_backend."):
         _public.__module__ = __name__

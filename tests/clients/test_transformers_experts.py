@@ -245,6 +245,7 @@ def test_saving_and_loading(name, recipe, tmp_path):
             param.mul_(0.5)
     bfp.convert(other, recipe).load_state_dict(model.state_dict())
     assert torch.equal(other(TOKENS).logits, expected)
+    assert b"torch_backend" not in pickle.dumps(experts_of(model))
     for same in (copy.deepcopy(model), pickle.loads(pickle.dumps(experts_of(model)))):
         module = experts_of(same) if same is not None and hasattr(same, "model") else same
         assert torch.equal(module(*routed()), experts_of(model)(*routed()))

@@ -82,6 +82,8 @@ def test_a_frozen_program_is_the_layers_alone(recipe):
         lambda x: bfp.fake_quantize(x, "mxfp8_e4m3"),
         lambda x: bfp.linear(x, X, recipe="mxfp8"),
         converted("mxfp8"),
+        converted("mxfp8").requires_grad_(False),
+        bfp.convert(nn.Sequential(nn.GELU(), nn.Linear(64, 64)), "mxfp8", weights="high_precision"),
         bfp.LayerNormMLP(64, 64, recipe="mxfp8"),
     ],
 )

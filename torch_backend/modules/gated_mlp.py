@@ -232,7 +232,7 @@ class FusedMLP(nn.Module):
         if "made_of" not in vars(type(self)):
             # FSDP2 derives a class from this one, and others may.
             return super().__reduce_ex__(protocol)  # pyright: ignore[reportReturnType]
-        return _rebuild, (self.made_of,), self.__getstate__()
+        return _rebuild_mlp, (self.made_of,), self.__getstate__()
 
 
 @once
@@ -242,7 +242,7 @@ def _derived(cls: type[nn.Module]) -> type[FusedMLP]:
     return made
 
 
-def _rebuild(cls: type[nn.Module]) -> nn.Module:
+def _rebuild_mlp(cls: type[nn.Module]) -> nn.Module:
     # Another version of a library may have another forward, which is then what is meant.
     made: Any = cls if parts_of(cls) is None else _derived(cls)
     return made.__new__(made)
