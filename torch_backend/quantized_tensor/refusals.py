@@ -88,7 +88,7 @@ def refusal(func: Any) -> NotImplementedError:
 def jit_refusal() -> NotImplementedError:
     """Returns the error of what torch.jit.trace would record as the constant that it computed once."""
     return NotImplementedError(
-        "torch.jit.trace doesn't see what blockfp computes, and would keep the results of this call as constants; TensorBoard's "
+        "torch.jit.trace doesn't see what blockfp computes, and would keep its results as constants. TensorBoard's "
         "add_graph, fvcore and ONNX with dynamo=False trace so, too: use torch.export or torch.compile, for FLOPs "
         "torch.utils.flop_counter; to trace, take a plain model that has loaded "
         "blockfp.torch.high_precision_state_dict(model)"
