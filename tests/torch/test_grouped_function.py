@@ -76,7 +76,6 @@ def test_compiled_with_counts_in_a_tensor(recipe):
     assert counter.frame_count == 1
 
 
-@pytest.mark.skipif(torch.__version__ >= "2.15", reason="torch 2.15 reads no format of a weight transposed in compiled code")
 def test_compiled_grouped_mm():
     torch._dynamo.reset()
     weight = bfp.quantize(torch.randn(3, 96, 64), "mxfp8_e4m3_32x32").requires_grad_()
@@ -88,6 +87,18 @@ def test_compiled_grouped_mm():
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     found = [torch.autograd.grad(one(x, offs).square().sum(), (x, weight)) for one in (run, compiled)]
     assert_equal(*found)
+
+
+def test_compiled_code_refuses_another_format():
+    torch._dynamo.reset()
+    weight, offs = bfp.quantize(torch.randn(3, 96, 64), "mxfp6_e3m2_32x32"), torch.tensor([5, 5, 50], dtype=torch.int32)
+    calls = [
+        lambda x: bfp.grouped_mm(x, weight.mT, offs=offs, recipe="mxfp8"),
+        lambda x: bfp.linear(x, bfp.quantize(x, "mxfp6_e3m2_32x32"), recipe="mxfp8"),
+    ]
+    for call in calls:
+        with pytest.raises(Exception, match=r"(?s)weight is in mxfp6_e3m2_32x32.*mxfp8_e4m3_32x32"):
+            torch.compile(call, backend="aot_eager")(torch.randn(60, 64))
 
 
 def test_gradients_of_gradients(monkeypatch):

@@ -244,8 +244,9 @@ def call_of(
     autocast = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
     stored = None
     if isinstance(weight, QuantizedTensor):
-        # What a DTensor holds has no attributes in compiled code; the product looks at its format.
-        stored = weight.format if parallel is None else recipe.weight.format
+        # What a DTensor holds has no attributes in compiled code, nor a tensor made there; the product looks at its format.
+        unread = parallel is not None or (torch.compiler.is_compiling() and recipe.weight.format is not None)
+        stored = recipe.weight.format if unread else weight.format
     if stored is not None and stored is not recipe.weight.format:
         raise ValueError(f"the weight is in {stored}, but recipe {recipe} wants {recipe.weight}: quantize it in that format")
     if autocast is None and (weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype)):
