@@ -315,10 +315,16 @@ def test_quantize_refuses_what_it_cannot_store(model, tmp_path):
     assert not out.exists()
 
 
+def test_dequantize_refuses_a_file_of_values(tmp_path):
+    path = tmp_path / "plain.safetensors"
+    write_safetensors(path, [Entry("w", MATRIX.dtype, MATRIX.shape)], [("w", MATRIX)], {})
+    refused(run("dequantize", path, tmp_path / "out.safetensors"), "plain.safetensors", "has no quantized tensors")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"metadata": {}}, "has no quantized tensors"),
+        ({"metadata": {}}, "tensor 'w': has codes, and no w_format_"),
         ({"metadata": {"blockfp": "not json"}}, "metadata 'blockfp' is not what blockfp writes"),
         ({"metadata": {"blockfp": '{"version": 9, "tensors": {}}'}}, "is of version 9"),
         ({"format": "mxfp9"}, "tensor 'w': its description in the metadata is wrong: format 'mxfp9' is not known"),

@@ -203,11 +203,14 @@ def known_by(
     )  # fmt: skip
 
 
+_NO_DTENSORS = (Tensor, torch.nn.Parameter, QuantizedTensor)
+
+
 def check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, *, grouped: bool, transposed: bool) -> None:
     if isinstance(x, QuantizedTensor):
         raise TypeError("x is quantized already: pass its values, or x.dequantize()")
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
-        if tensor is not None and sharding.mesh_of(tensor) is not None:
+        if tensor is not None and type(tensor) not in _NO_DTENSORS and sharding.mesh_of(tensor) is not None:
             raise ValueError(
                 f"{name} is a DTensor, and linear is of one rank's tensors: pass {name}.to_local(). Layers that fully_shard"
                 " sharded have their weights in its module's forward (torch.distributed.fsdp.register_fsdp_forward_method adds "
@@ -239,13 +242,13 @@ def call_of(
     parallel: Parallel | None,
 ) -> Call:
     """Checks what `check_tensors` doesn't, and returns the constants of the call."""
-    kind, state = x.device.type, state or LinearState()
+    kind, state, traced = x.device.type, state or LinearState(), torch.compiler.is_compiling()
     # torch has none for meta.
     autocast = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
     stored = None
     if isinstance(weight, QuantizedTensor):
         # What a DTensor holds has no attributes in compiled code, nor a tensor made there; the product looks at its format.
-        unread = parallel is not None or (torch.compiler.is_compiling() and recipe.weight.format is not None)
+        unread = parallel is not None or (traced and recipe.weight.format is not None)
         stored = recipe.weight.format if unread else weight.format
     if stored is not None and stored is not recipe.weight.format:
         raise ValueError(f"the weight is in {stored}, but recipe {recipe} wants {recipe.weight}: quantize it in that format")
@@ -260,7 +263,6 @@ def call_of(
     _check_state(recipe, state, key, any(needs))
     rank = None if key is not None else state.rank
     made = 0 if stored is not None or recipe.weight.format is None else part_count(recipe.weight.format)
-    traced = torch.compiler.is_compiling()
     direct = not traced and is_real(x) and (stored is not None or type(weight) in (Tensor, torch.nn.Parameter))
     aligns = NEITHER
     if not grouped and parallel is None:
