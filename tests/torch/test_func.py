@@ -104,6 +104,7 @@ def test_amaxes_are_recorded_once():
         assert torch.equal(a, b)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 asserts where it looks at frames that a transform runs in")
 @pytest.mark.parametrize("weights", ["quantized", "high_precision"])
 def test_compiled_transforms_lose_no_gradients(weights):
     """Of an autograd function in their graphs torch makes zeros: they run eagerly, or raise where all has to be one graph."""
