@@ -40,7 +40,9 @@ def check_not_cut(function: str, **operands: Any) -> None:
     for name, array in operands.items():
         # Of an array with a carrier its codes: to take it apart would lose that.
         array = getattr(array, "codes", array)
-        for axis in () if array is None else (axis for entry in spec_of(array) for axis in axis_names(entry)):
+        if array is None:
+            continue
+        for axis in (axis for entry in spec_of(array) for axis in axis_names(entry)):
             if axis in jax.typeof(array).sharding.mesh.explicit_axes:
                 raise ValueError(
                     f"{name} is cut over {axis!r}, a mesh axis of type Explicit, where {function} runs inside jax.shard_map "

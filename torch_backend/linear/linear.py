@@ -204,6 +204,7 @@ def known_by(
 
 
 _NO_DTENSORS = (Tensor, torch.nn.Parameter, QuantizedTensor)
+"""Classes that are known to be none without a call."""
 
 
 def check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, *, grouped: bool, transposed: bool) -> None:
@@ -271,6 +272,7 @@ def call_of(
             comes_aligned(x, recipe.input_columnwise.format, recipe.gradient_columnwise.format, exact=recipe.exact_products),
         )
     takes_axes = direct and not grouped and parallel is None and not recipe.input_columnwise.eden
+    # As `Recipe.of_text` takes it apart, which makes all of a recipe: calls of groups come here each time.
     eps = float(recipe.text.rsplit(",", 3)[1])
     options = (made, direct, traced, aligns, takes_axes, autocast, eps)
     return Call(recipe, stored, grouped, needs, training, rank, parallel, *options)
