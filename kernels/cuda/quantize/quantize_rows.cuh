@@ -64,16 +64,22 @@ struct RowPiece {
   }
 };
 
-// `Chooses`: 4-over-6.
-template <bool Chooses, int Block, class E, class T>
-__device__ __forceinline__ BlockScale<float> scale_of_piece(const RowPiece<E, Block, T>& piece, int32_t amax, const QuantizeArguments& a,
-                                                            const TensorScale& tensor) {
+// Scale and codes of a piece, the first of whose elements is `index`; `Chooses`: by 4-over-6.
+template <bool Chooses, Rounding R, int Block, class E, class T, class Codes>
+__device__ __forceinline__ BlockScale<float> quantize_piece(const RowPiece<E, Block, T>& piece, int32_t amax, bool nan,
+                                                            const QuantizeArguments& a, const TensorScale& tensor, uint64_t index,
+                                                            Codes& codes) {
+  const auto encode = [&](float multiplier) { piece.template encode<R>(multiplier, nan, tensor, a.row.key, index, codes); };
+  BlockScale<float> scale;
   if constexpr (Chooses) {
     static_assert(Block == 16, "a thread holds a block");
-    return choose_scale<E, T>(piece.x, amax, a, tensor);
+    if constexpr (R == Rounding::kNearest) return choose_and_encode<T>(piece.x, amax, a, tensor, codes, encode);
+    scale = choose_scale<T>(piece.x, amax, a, tensor);
   } else {
-    return block_scale<E, Block>(amax, a, tensor);
+    scale = block_scale<E, Block>(amax, a, tensor);
   }
+  encode(scale.multiplier);
+  return scale;
 }
 
 // Of two levels nothing: an Inf shows in the amax of the tensor.
@@ -130,9 +136,8 @@ __global__ void __launch_bounds__(kRowThreads) quantize_rows_flat(const __grid_c
     bool nan;
     const int32_t amax = piece[u].amax_and_nan(nan);
     record_row<Block>(a, piece[u], amax);
-    const BlockScale<float> scale = scale_of_piece<Chooses>(piece[u], amax, a, tensor);
     uint2 codes[Piece::kGroups];
-    piece[u].template encode<R>(scale.multiplier, nan, tensor, a.row.key, index * kElements, codes);
+    const BlockScale<float> scale = quantize_piece<Chooses, R>(piece[u], amax, nan, a, tensor, index * kElements, codes);
     if (index >= pieces) continue;
     store_groups<E>(a.row.codes + index * E::kBits * Piece::kGroups, codes);
     if (Block != 0 && threadIdx.x % Piece::kLanes == 0) {
@@ -202,12 +207,11 @@ __global__ void __launch_bounds__(kRowThreads) quantize_rows_general(const __gri
     bool nan;
     const int32_t amax = piece[u].amax_and_nan(nan);
     record_row<Block>(a, piece[u], amax);
-    const BlockScale<float> scale = scale_of_piece<Chooses>(piece[u], amax, a, tensor);
     const int64_t batch = batch_of(row);
     const uint64_t global_row = batch * a.window.rows + a.window.row + row - batch * a.x.rows;
+    const uint64_t element = global_row * a.window.columns + a.window.column + column;
     uint2 codes[Piece::kGroups];
-    piece[u].template encode<Rounding::kGeneral>(scale.multiplier, nan, tensor, a.row.key,
-                                                 global_row * a.window.columns + a.window.column + column, codes);
+    const BlockScale<float> scale = quantize_piece<Chooses, Rounding::kGeneral>(piece[u], amax, nan, a, tensor, element, codes);
     pack_groups<E>(codes, words[u]);
     ends[u].put(words[u]);
     if (Block != 0 && row < lines && column < a.x.columns) {

@@ -264,8 +264,8 @@ __device__ __forceinline__ auto staged(const Piece<E, T, R>& piece, StagedCodes<
 }
 
 // Codes of both directions by one multiplier. Those of the columns are the rows' transposed, where that is so; 6-bit ones are made again.
-template <class E, class T, Rounding R>
-__device__ __forceinline__ void encode_both(const Piece<E, T, R>& piece, const PieceCodes<E, T, R>& codes, float multiplier,
+template <class E, class T, Rounding R, class Codes>
+__device__ __forceinline__ void encode_both(const Piece<E, T, R>& piece, const Codes& codes, float multiplier,
                                             StagedCodes<E, R>& staging) {
   const QuantizeArguments& a = piece.a;
   const auto same = [&](int) { return multiplier; };

@@ -3,7 +3,6 @@
 
 #include <type_traits>
 
-#include "four_over_six.cuh"
 #include "scales_by_tile.cuh"
 #include "tile_piece.cuh"
 
@@ -43,20 +42,14 @@ __device__ __forceinline__ TensorScales tensor_scales(const QuantizeArguments& a
   return scales;
 }
 
-// The scale of a square block that lies in a warp; `Chooses`: by 4-over-6.
-template <int Block, bool Chooses, class E, class T, Rounding R>
-__device__ __forceinline__ BlockScale<float> scale_within_warp(const Piece<E, T, R>& piece, const TensorScale& tensor, bool& nan) {
+// The amax of a square block that lies in a warp, and whether it holds a NaN that E has no code for.
+template <int Block, class E, class T, Rounding R>
+__device__ __forceinline__ int32_t amax_of_square(const Piece<E, T, R>& piece, bool& nan) {
   constexpr int kLanesDown = Block / kDepth, kLanesAcross = Block / 8;
   const auto amax = [&](auto poison) {
     return lanes_max<kLanesDown, 8>(lanes_max<kLanesAcross>(piece.template amax<decltype(poison)::value>()));
   };
-  const int32_t most = amax_within_warp<E>(amax, nan);
-  if constexpr (Chooses) {
-    static_assert(Block == 16, "four lanes hold a block");
-    return choose_square_scale(piece, most, tensor);
-  } else {
-    return block_scale<E, Block>(most, piece.a, tensor);
-  }
+  return amax_within_warp<E>(amax, nan);
 }
 
 // The scale of the square block that is a tile, which meets in shared memory.
