@@ -72,9 +72,6 @@ __device__ __forceinline__ float plain_reciprocal(float x) {
   return __fmaf_rn(out, __fmaf_rn(-x, out, 1.0f), out);
 }
 
-// Bits of `a` where the mask has ones, of `b` elsewhere.
-__device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t a, uint32_t b) { return (a & mask) | (b & ~mask); }
-
 // Eight E2M1 codes without signs, the top bits of nibbles arbitrary, under each of two scales.
 struct Candidates {
   uint32_t of[2];
@@ -92,8 +89,7 @@ struct Candidates {
 // Scales of a block and what its errors come to under each, in the scale's own units.
 class Estimates {
  public:
-  // Elements are scaled by 2^-6, by which E2M1's subnormal spacing becomes E4M3's times four: a nearest magnitude converts to its code.
-  static constexpr float kDown = 0x1p-6f;
+  static constexpr float kDown = kE2m1Down;  // elements are scaled by this besides
 
   // Of a block with this amax; `valid`, whether estimates tell anything of it: no NaN, no Inf, nothing beyond the largest code.
   __device__ __forceinline__ Estimates(int32_t amax, const QuantizeArguments& a, const TensorScale& t) : rule_(a.format.rule) {

@@ -46,19 +46,17 @@ struct RowPiece {
     return amax_within_warp<E>([this](auto poison) { return amax<decltype(poison)::value>(); }, nan);
   }
 
-  // Codes of its groups, the first of which begins at element `index`.
+  // Codes of its groups, the first of which begins at element `index`; `care` as encode_scaled has it.
   template <Rounding R>
-  __device__ __forceinline__ void encode(float multiplier, bool nan, const TensorScale& tensor, const uint32_t* key, uint64_t index,
-                                         uint2 (&codes)[kGroups]) const {
+  __device__ __forceinline__ void encode(float multiplier, bool care, const uint32_t* key, uint64_t index, uint2 (&codes)[kGroups]) const {
     if constexpr (R == Rounding::kStochastic) {
-      const bool careful = nan || is_huge(tensor);
-      const TwoGroups groups{{multiplier, multiplier}, {__ldg(key), __ldg(key + 1)}, {index / 8, index / 8 + 1}, careful};
+      const TwoGroups groups{{multiplier, multiplier}, {__ldg(key), __ldg(key + 1)}, {index / 8, index / 8 + 1}, care};
       const uint2 both = encode_stochastic_groups<T>(x[0], x[1], groups);
       codes[0] = {both.x, 0}, codes[1] = {both.y, 0};
     } else {
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
-        codes[g] = encode_scaled<E, R>([&](int i) { return value<T>(x[g], i); }, multiplier, nan, key, index + 8 * g);
+        codes[g] = encode_scaled<E, R, kRange<Block>>([&](int i) { return value<T>(x[g], i); }, multiplier, care, key, index + 8 * g);
       }
     }
   }
@@ -69,7 +67,10 @@ template <bool Chooses, Rounding R, int Block, class E, class T, class Codes>
 __device__ __forceinline__ BlockScale<float> quantize_piece(const RowPiece<E, Block, T>& piece, int32_t amax, bool nan,
                                                             const QuantizeArguments& a, const TensorScale& tensor, uint64_t index,
                                                             Codes& codes) {
-  const auto encode = [&](float multiplier) { piece.template encode<R>(multiplier, nan, tensor, a.row.key, index, codes); };
+  const auto encode = [&](float multiplier) {
+    const bool care = nan || exceeds_range<Block>(amax, multiplier) || (Block == 16 && is_huge(tensor));
+    piece.template encode<R>(multiplier, care, a.row.key, index, codes);
+  };
   BlockScale<float> scale;
   if constexpr (Chooses) {
     static_assert(Block == 16, "a thread holds a block");

@@ -47,7 +47,9 @@ struct StagedSquare {
 template <int Block, bool Chooses, class E, class T, Rounding R>
 __device__ __forceinline__ void quantize_square(const Piece<E, T, R>& piece, const TensorScale& tensor, StagedSquare<E, Block, R>& shared) {
   const QuantizeArguments& a = piece.a;
+  using Codes = PieceCodes<E, T, R, kRange<Block>>;
   BlockScale<float> scale{0, tensor.multiplier};
+  int32_t amax = 0;
   bool nan = false;
   KnownCodes chosen;
   if constexpr (Block == 0) {
@@ -55,10 +57,11 @@ __device__ __forceinline__ void quantize_square(const Piece<E, T, R>& piece, con
   } else {
     if constexpr (Block == 128) scale = shared.scale.decide(piece);
     if constexpr (Block < 128) {
-      const int32_t amax = amax_of_square<Block>(piece, nan);
+      amax = amax_of_square<Block>(piece, nan);
       if constexpr (Chooses) {
         const auto encode = [&](float multiplier, auto put) {
-          if constexpr (kToNearest<R>) PieceCodes<E, T, R>(piece, nan, tensor).rows([=](int) { return multiplier; }, put);
+          const bool care = nan || exceeds_range<Block>(amax, multiplier);
+          if constexpr (kToNearest<R>) Codes(piece, care, tensor).rows([=](int) { return multiplier; }, put);
         };
         scale = choose_square(piece, amax, tensor, chosen, encode);
       } else {
@@ -73,7 +76,8 @@ __device__ __forceinline__ void quantize_square(const Piece<E, T, R>& piece, con
   if constexpr (Chooses && kToNearest<R>) {
     encode_both(piece, chosen, scale.multiplier, shared.codes);
   } else {
-    encode_both(piece, PieceCodes<E, T, R>(piece, nan, tensor), scale.multiplier, shared.codes);
+    const bool care = nan || exceeds_range<Block>(amax, scale.multiplier);
+    encode_both(piece, Codes(piece, care, tensor), scale.multiplier, shared.codes);
   }
   if (a.column.codes == nullptr) return;
   __syncthreads();
@@ -153,7 +157,7 @@ template <class E, class T, Rounding R>
 __device__ __forceinline__ void quantize_wide_lines(const Piece<E, T, R>& piece, StagedWide<E, T, R>& shared) {
   const QuantizeArguments& a = piece.a;
   shared.scales.decide(piece);
-  const PieceCodes<E, T, R> codes(piece, false, {});
+  const PieceCodes<E, T, R, Range::kAny> codes(piece, false, {});
   float multipliers[8];
   if (a.row.codes != nullptr) {
     RowOutput<E, T, R> out(piece, shared.codes);
