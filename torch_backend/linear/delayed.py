@@ -87,7 +87,10 @@ def update_scales_after(optimizer: Optimizer, model: nn.Module) -> RemovableHand
         >>> bfp.update_scales_after(optimizer, model)
     """
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}: after steps of another "
+            "(fastai's, Keras') call bfp.update_scales(model) by hand"
+        )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not delayed_layers(model):

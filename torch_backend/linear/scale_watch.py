@@ -4,8 +4,9 @@ A layer records amaxes, and an optimizer knows parameters alone. So layers enter
 layers are those whose weights it holds. A layer has one keeper, which updates its scales after each of its own steps: an
 `AdamW` of this library or a hook. Where a layer has none, a step of any optimizer leaves it with stale scales, and the second
 such step in a row is refused, before it changes anything: torch calls the two hooks below around the steps of every optimizer.
-Nothing of it is done in compiled code; what the host knows decides, and no device is waited for (but for layers that are
-frozen and have no keeper: whether they were trained through stands in their history alone).
+What trains by other ways than an optimizer of torch is known by what it writes into weights, and the forward behind the second
+such step is refused. Nothing of it is done in compiled code; what the host knows decides, and no device is waited for (but for
+layers that are frozen and have no keeper: whether they were trained through stands in their history alone).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..quantized_tensor import sharding
-from ..torch_internals import ddp_models
+from ..torch_internals import ddp_models, version_of
 from .recipe_layer import RecipeLayer
 
 
@@ -43,6 +44,10 @@ class _Watched:
         keeper: returns who updates them, or None.
         sharded: its weight as FSDP2 shards it, and an optimizer holds it, while the layer may hold the whole one.
         replicas: the DDP model that it is part of; None where that isn't known yet.
+        stepped: whether an optimizer of torch has trained it.
+        seen: how often its history of gradients and its scale had been written, in the first forward behind the last write of
+            its weight.
+        unfollowed: how often its weight was written behind a backward, in a row, with the scales left as they were.
     """
 
     stale: int = 0
@@ -51,6 +56,9 @@ class _Watched:
     keeper: Callable[[], Any] = _nobody
     sharded: Tensor | None = None
     replicas: weakref.ref[DistributedDataParallel] | bool | None = None
+    stepped: bool = False
+    seen: tuple[int, int] = (0, 0)
+    unfollowed: int = 0
 
 
 _Entry = tuple[RecipeLayer, _Watched]
@@ -202,7 +210,12 @@ def _listen() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-    if not torch.compiler.is_compiling() and _watched and not _has_closure(args, kwargs):
+    if torch.compiler.is_compiling() or not _watched:
+        return
+    if _has_closure(args, kwargs):
+        for layer in layers_of(optimizer):
+            _watched[layer].stepped = True
+    else:
         _refuse_stale(optimizer)
 
 
@@ -218,12 +231,41 @@ def _after_step(optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> No
         return
     counts = moves(optimizer)
     for _, known in _held(optimizer, concerned):
-        known.by_hand = False
+        known.by_hand, known.stepped = False, True
         known.stale += counts and known.keeper() is None
     for layer, known in concerned:
         if _is_frozen(layer, known):
             known.by_hand = False
             known.stale_frozen += counts and known.keeper() is None
+
+
+def look_at_written(layer: RecipeLayer, written: list[bool]) -> None:
+    """Refuses a forward of a layer that was trained twice, by no optimizer of torch, and whose scales were left as they were.
+
+    fastai's and Keras' optimizers are none, and a loop may write weights by hand. A write behind a backward counts as a step.
+
+    Args:
+        written: the weight's, which is put back.
+    """
+    if not torch.is_grad_enabled():
+        return
+    known, history, scale = _watched[layer], layer.gradient_amax_history, layer.input_scale
+    assert history is not None
+    assert scale is not None
+    # Of a weight that is cast at use torch's own operations record amaxes, and count it.
+    now, before = (version_of(history), version_of(scale)), known.seen
+    if known.stepped or known.keeper() is not None or now[1] != before[1]:
+        known.unfollowed = 0
+    elif now[0] != before[0]:
+        if known.unfollowed:
+            raise RuntimeError(
+                "the weight of a layer with delayed scaling was written after each of two backwards, by no "
+                "torch.optim.Optimizer, and its scales were not updated: delayed scaling would use them as they are for ever; "
+                "call bfp.update_scales(model) after each step (in fastai and Keras in a callback), or evaluate under "
+                "torch.no_grad()"
+            )
+        known.unfollowed = 1
+    known.seen, written[0] = now, False
 
 
 def moves(optimizer: Optimizer) -> bool:
