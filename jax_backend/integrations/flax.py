@@ -53,7 +53,8 @@ def convert(model: Any, recipe: Recipe | str | ByPath, filter_fn: Filter | None 
     Raises:
         TypeError: model is neither.
         ValueError: a model without such a layer, or without one in which a mapping's pattern is found (of linen: at `init`);
-            a missing or needless rngs, delayed scaling, or a format of weights that has no exact transpose.
+            a missing or needless rngs, delayed scaling, or a format of weights that has no exact transpose; a layer with
+            adapters inside, or layers that are stacked along another axis than the first.
     """
     if isinstance(model, linen.Module):
         if rngs is not None:
@@ -68,7 +69,7 @@ def convert(model: Any, recipe: Recipe | str | ByPath, filter_fn: Filter | None 
             one = _recipe_of(paths[-1], layer, recipe, filter_fn)
             if one is not None:
                 _check_stack(paths[-1], layer)
-                _check_alone(paths[-1], (name for name, value in vars(layer).items() if isinstance(value, nnx.Variable)))
+                _check_alone(paths[-1], (name for name, value in vars(layer).items() if isinstance(value, nnx.Param)))
                 chosen.append((layer, one))
     _check_found(recipe, paths, chosen, "flax.nnx.Linear")
     if any(_draws(one) for _, one in chosen) is not (rngs is not None):
@@ -91,7 +92,7 @@ def _check_stack(path: str, layer: nnx.Linear) -> None:
 
 
 def _check_alone(path: str, names: Iterable[str]) -> None:
-    """Raises ValueError for a layer with variables of others, which its product of codes would leave out."""
+    """Raises ValueError for a layer with parameters of others, which its product of codes would leave out."""
     if others := sorted(set(names) - {"kernel", "bias"}):
         raise ValueError(
             f"{path} holds {', '.join(others)}, as layers do that qwix's LoRA adapts; a quantized one has a kernel and a bias "
