@@ -14,47 +14,67 @@ namespace cuda {
 
 // ---- by the formula
 
-// Both scales of a block, [0] for 6 and [1] for 4, and errors under them. Calls, since few blocks come here.
+// The sum of the errors of 16 magnitudes, one in each lane of half a warp. A call, since few blocks come here.
+static __device__ __noinline__ float sum_errors(float magnitude, float multiplier, float scale, float tensor_amax, ScaleRule rule) {
+  const int32_t code = four_over_six_code<E2M1, float>(magnitude, multiplier);
+  const float nearest = four_over_six_value<E2M1, float>(code, scale, tensor_amax, rule);
+  const float error = four_over_six_error<float>(nearest, magnitude, rule);
+  float total = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) total = add(total, __shfl_sync(0xFFFFFFFFu, error, i, 16));
+  return total;
+}
+
+// Element i of sixteen, given by their halves.
+template <class T>
+__device__ __forceinline__ float element(const Eight<T> (&halves)[2], int i) {
+  uint32_t words[2 * kWords<T>];
+#pragma unroll
+  for (int w = 0; w < 2 * kWords<T>; ++w) words[w] = halves[w / kWords<T>].word[w % kWords<T>];
+#pragma unroll
+  for (int count = kWords<T>, bit = 8; count > 0; count /= 2, bit /= 2) {
+#pragma unroll
+    for (int w = 0; w < count; ++w) words[w] = i & bit ? words[w + count] : words[w];
+  }
+  Eight<T> found = zeros<T>();
+  found.word[0] = words[0];
+  return kWords<T> == 4 && i % 2 != 0 ? value<T>(found, 1) : value<T>(found, 0);
+}
+
+// Of a block, by a whole warp: each lane has an element of a row of 16, lanes 0 to 15 under the scale for 6, the others under that for 4.
+// A lane that did it alone would keep the others waiting.
 struct ByFormula {
-  TriedScale<float> scales[2];
+  TriedScale<float> tried;
   float tensor_amax;
   ScaleRule rule;
 
-  __device__ __noinline__ ByFormula(int32_t amax, const TensorScale& t, ScaleRule of) : tensor_amax(t.factor), rule(of) {
-    for (int k = 0; k < 2; ++k) scales[k] = four_over_six_scale<E2M1, float>(amax, k == 1, t.multiplier, t.decode);
-  }
+  __device__ __forceinline__ ByFormula(int32_t amax, const TensorScale& t, ScaleRule of)
+      : tried(four_over_six_scale<E2M1, float>(amax, threadIdx.x & 16, t.multiplier, t.decode)), tensor_amax(t.factor), rule(of) {}
 
-  // The sum of the errors of a row of 16 magnitudes.
-  __device__ __noinline__ float sum(const float* row, int k) const {
-    const auto value_of = [&](int32_t code) { return four_over_six_value<E2M1, float>(code, scales[k].value, tensor_amax, rule); };
-    const bool plain = is_plain(tensor_amax);
-    const float of_one = value_of(2), of_three_halves = value_of(3), multiplier = scales[k].multiplier;
-    float total = 0.0f;
-#pragma unroll 1
-    for (int i = 0; i < 16; ++i) {
-      const float nearest = plain ? four_over_six_plain_value<E2M1, float>(multiply(row[i], multiplier), of_one, of_three_halves)
-                                  : value_of(four_over_six_code<E2M1, float>(row[i], multiplier));
-      total = add(total, four_over_six_error<float>(nearest, row[i], rule));
-    }
-    return total;
-  }
-
-  // Of a row given by its halves.
+  // The sum of the errors of a row under this lane's scale. The row's halves lie in lanes `left` and `right`.
   template <class T>
-  __device__ __forceinline__ void sums(const Eight<T>& left, const Eight<T>& right, float (&totals)[2]) const {
-    float row[16];
+  __device__ __forceinline__ float sum(const Eight<T>& x, const Eight<T>& beside, int left, int right) const {
+    Eight<T> halves[2];
 #pragma unroll
-    for (int i = 0; i < 16; ++i) row[i] = fabsf(i < 8 ? value<T>(left, i) : value<T>(right, i - 8));
-#pragma unroll
-    for (int k = 0; k < 2; ++k) totals[k] = sum(row, k);
+    for (int w = 0; w < kWords<T>; ++w) {
+      halves[0].word[w] = __shfl_sync(0xFFFFFFFFu, x.word[w], left);
+      halves[1].word[w] = __shfl_sync(0xFFFFFFFFu, beside.word[w], right);
+    }
+    return sum_errors(fabsf(element<T>(halves, threadIdx.x % 16)), tried.multiplier, tried.value, tensor_amax, rule);
   }
 
   // The scale for 4 where its errors are smaller: not where one is NaN.
-  __device__ __forceinline__ BlockScale<float> chosen(const float (&totals)[2]) const {
-    const bool takes_4 = totals[1] < totals[0];
-    return {takes_4 ? scales[1].stored : scales[0].stored, takes_4 ? scales[1].multiplier : scales[0].multiplier};
+  __device__ __forceinline__ BlockScale<float> chosen(float total) const {
+    const int from = __shfl_sync(0xFFFFFFFFu, total, 16) < __shfl_sync(0xFFFFFFFFu, total, 0) ? 16 : 0;
+    return {__shfl_sync(0xFFFFFFFFu, tried.stored, from), __shfl_sync(0xFFFFFFFFu, tried.multiplier, from)};
   }
 };
+
+// Calls each(lane) for one after the other of those that are wanted, with all lanes of the warp.
+template <class Each>
+__device__ __forceinline__ void for_each_lane(bool wanted, Each each) {
+  for (uint32_t left = __ballot_sync(0xFFFFFFFFu, wanted); left != 0; left &= left - 1) each(__ffs(left) - 1);
+}
 
 // ---- by estimates
 
@@ -65,7 +85,7 @@ __device__ __forceinline__ float divide_by_max(float amax) {
   return __fmaf_rn(__fmaf_rn(quotient, -6.0f, amax), element_max_reciprocal<E2M1>(), quotient);
 }
 
-// 1 / x, rounded once, of normal numbers whose reciprocal is one; NaN of 0.
+// 1 / x, rounded once, of normal numbers whose reciprocal is one.
 __device__ __forceinline__ float plain_reciprocal(float x) {
   float out;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
@@ -91,22 +111,22 @@ class Estimates {
  public:
   static constexpr float kDown = kE2m1Down;  // elements are scaled by this besides
 
-  // Of a block with this amax; `valid`, whether estimates tell anything of it: no NaN, no Inf, nothing beyond the largest code.
-  __device__ __forceinline__ Estimates(int32_t amax, const QuantizeArguments& a, const TensorScale& t) : rule_(a.format.rule) {
+  // Of a block with this amax.
+  __device__ __forceinline__ Estimates(int32_t amax, const QuantizeArguments& a, const TensorScale& t)
+      : rule_(a.format.rule), empty_(amax == 0) {
     const float base = multiply(divide_by_max(from_bits<float>(amax)), t.multiplier);
     stored_ = convert_pair<false>(base, multiply(base, 1.5f));
     const __half2 values = bit_cast<__half2>(halves_of<false>(static_cast<uint16_t>(stored_)));
-    valid = is_plain(t.factor);
+    valid_ = is_plain(t.factor);
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       units_[k] = multiply(k == 0 ? __low2float(values) : __high2float(values), t.decode);
-      multipliers_[k] = multiply(plain_reciprocal(units_[k]), kDown);
-      // From 7 on the nearest magnitude would be 8; NaN where the scale is 0.
-      valid = valid && multiply(from_bits<float>(amax), multipliers_[k]) < 7 * kDown;
+      const float multiplier = units_[k] == 0.0f ? from_bits<float>(kFp32Max) : plain_reciprocal(units_[k]);
+      multipliers_[k] = multiply(multiplier, kDown);
+      // From 7 on the nearest magnitude would be 8.
+      valid_ = valid_ && multiply(from_bits<float>(amax), multipliers_[k]) < 7 * kDown;
     }
   }
-
-  bool valid;
 
   // Adds the distances of elements, or their squares; returns their codes.
   template <class T, int Count>
@@ -135,7 +155,8 @@ class Estimates {
     const bool squares = squares_errors(rule_);
     const float units[2] = {squares ? units_[0] * units_[0] : units_[0], squares ? units_[1] * units_[1] : units_[1]};
     const float margin = (units[0] + units[1]) * (Elements == 16 ? 0x1p-13f : 0x1p-9f) * (squares ? 2 * kDown * kDown : kDown);
-    return valid && margin > 0x1p-100f && fabsf(units[0] * sums_[0] - units[1] * sums_[1]) > margin;
+    if (empty_) return sums_[0] == 0.0f;  // not with a NaN
+    return valid_ && margin > 0x1p-100f && fabsf(units[0] * sums_[0] - units[1] * sums_[1]) > margin;
   }
 
   __device__ __forceinline__ bool takes_4() const {
@@ -173,6 +194,7 @@ class Estimates {
   }
 
   ScaleRule rule_;
+  bool empty_, valid_;  // all are zeros or NaN; estimates tell something of the block: no Inf, nothing beyond the largest code
   uint32_t stored_;
   float units_[2], multipliers_[2];
   float sums_[2] = {0.0f, 0.0f};
@@ -180,78 +202,59 @@ class Estimates {
 
 // ---- blocks of 1x16, which a thread holds
 
+// Puts the scale into those that are not sure. Every lane of the warp comes here.
 template <class T>
-__device__ __forceinline__ BlockScale<float> choose_by_formula(const Eight<T> (&x)[2], int32_t amax, const QuantizeArguments& a,
-                                                               const TensorScale& tensor) {
-  const ByFormula formula(amax, tensor, a.format.rule);
-  float totals[2] = {0.0f, 0.0f};
-  if (amax != 0) formula.sums<T>(x[0], x[1], totals);
-  return formula.chosen(totals);
+__device__ __forceinline__ void choose_by_formula(const Eight<T> (&x)[2], int32_t amax, const QuantizeArguments& a,
+                                                  const TensorScale& tensor, bool sure, BlockScale<float>& scale) {
+  for_each_lane(!sure, [&](int lane) {
+    const ByFormula formula(__shfl_sync(0xFFFFFFFFu, amax, lane), tensor, a.format.rule);
+    const BlockScale<float> chosen = formula.chosen(formula.sum<T>(x[0], x[1], lane, lane));
+    if (threadIdx.x % 32 == lane) scale = chosen;
+  });
 }
 
-// The scale, and the codes if they are sure: else `encode`, called with the multiplier, makes them.
+// The scale, and the codes if they are sure: else `encode`, called with the multiplier, makes them. Every lane of the warp comes here.
 template <class T, class Encode>
 __device__ __forceinline__ BlockScale<float> choose_and_encode(const Eight<T> (&x)[2], int32_t amax, const QuantizeArguments& a,
                                                                const TensorScale& tensor, uint2 (&codes)[2], Encode encode) {
   Estimates estimates(amax, a, tensor);
   Candidates candidates[2];
   estimates.add(x, candidates);
-  BlockScale<float> scale;
-  if (estimates.is_sure<16>()) {
-    scale = estimates.chosen();
+  BlockScale<float> scale = estimates.chosen();
 #pragma unroll
-    for (int g = 0; g < 2; ++g) codes[g] = candidates[g].chosen(estimates.takes_4(), x[g]);
-  } else {
-    scale = choose_by_formula<T>(x, amax, a, tensor);
-    encode(scale.multiplier);
-  }
+  for (int g = 0; g < 2; ++g) codes[g] = candidates[g].chosen(estimates.takes_4(), x[g]);
+  const bool sure = estimates.is_sure<16>();
+  choose_by_formula<T>(x, amax, a, tensor, sure, scale);
+  if (!sure) encode(scale.multiplier);
   return scale;
 }
 
-// The scale alone.
+// The scale alone. Every lane of the warp comes here.
 template <class T>
 __device__ __forceinline__ BlockScale<float> choose_scale(const Eight<T> (&x)[2], int32_t amax, const QuantizeArguments& a,
                                                           const TensorScale& tensor) {
   Estimates estimates(amax, a, tensor);
   Candidates unused[2];
   estimates.add(x, unused);
-  return estimates.is_sure<16>() ? estimates.chosen() : choose_by_formula<T>(x, amax, a, tensor);
+  BlockScale<float> scale = estimates.chosen();
+  choose_by_formula<T>(x, amax, a, tensor, estimates.is_sure<16>(), scale);
+  return scale;
 }
 
 // ---- blocks of 16x16, which four lanes hold, two side by side, two on top of each other
 
 constexpr int kBeside = 1, kBelow = 8;  // lanes apart
 
-// Every lane of the warp comes here.
-template <class T, class P>
-__device__ __forceinline__ BlockScale<float> choose_square_by_formula(const P& piece, int32_t amax, const TensorScale& tensor) {
-  constexpr int kOwn = kDepth / 2;  // rows whose sums this lane makes: the upper ones on the left, the lower ones on the right
-  const bool right = threadIdx.x & kBeside;
-  const ByFormula formula(amax, tensor, piece.a.format.rule);
-  float totals[kOwn][2];
-#pragma unroll
-  for (int i = 0; i < kOwn; ++i) {
-    Eight<T> halves[2];
-#pragma unroll
-    for (int w = 0; w < kWords<T>; ++w) {
-      const uint32_t upper = piece.x[i].word[w], lower = piece.x[i + kOwn].word[w];
-      const uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, right ? upper : lower, kBeside), own = right ? lower : upper;
-      halves[0].word[w] = right ? other : own, halves[1].word[w] = right ? own : other;
-    }
-    formula.sums<T>(halves[0], halves[1], totals[i]);
+// The scale of the block that begins in lane `first`, from the rows of each lane. In memory, and a call: registers are for what is frequent.
+template <class T>
+__device__ __noinline__ BlockScale<float> choose_square_by_formula(const Eight<T>* own, ByFormula formula, int first) {
+  float rows[2 * kDepth];
+#pragma unroll 1
+  for (int r = 0; r < 2 * kDepth; ++r) {
+    const int left = first + r / kDepth * kBelow;
+    rows[r] = formula.sum<T>(own[r % kDepth], own[r % kDepth], left, left + kBeside);
   }
-  float whole[2];
-#pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    // Rows 8 apart, then 4, 2, 1: two lanes' sums are the same whichever of them adds.
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      totals[i][k] = add(totals[i][k], __shfl_xor_sync(0xFFFFFFFFu, totals[i][k], kBelow));
-      totals[i][k] = add(totals[i][k], __shfl_xor_sync(0xFFFFFFFFu, totals[i][k], kBeside));
-    }
-    whole[k] = add(add(totals[0][k], totals[2][k]), add(totals[1][k], totals[3][k]));
-  }
-  return formula.chosen(whole);
+  return formula.chosen(four_over_six_sum(rows));
 }
 
 // Codes of a piece's rows that are known, as PieceCodes gives them.
@@ -279,13 +282,16 @@ __device__ __forceinline__ BlockScale<float> choose_square(const Piece<E, T, R>&
 #pragma unroll
   for (int r = 0; r < kDepth; ++r) codes.of_row[r] = candidates[r].chosen(estimates.takes_4(), piece.x[r]);
   const bool sure = estimates.is_sure<256>();
-  if (__any_sync(0xFFFFFFFFu, !sure)) {
-    const BlockScale<float> by_formula = choose_square_by_formula<T>(piece, amax, tensor);
-    if (!sure) {
-      scale = by_formula;
-      encode(scale.multiplier, [&](int r, uint2 c) { codes.of_row[r] = c; });
-    }
-  }
+  const bool begins = (threadIdx.x & (kBeside | kBelow)) == 0;
+  for_each_lane(!sure && begins, [&](int first) {
+    Eight<T> own[kDepth];
+#pragma unroll
+    for (int r = 0; r < kDepth; ++r) own[r] = piece.x[r];
+    const ByFormula formula(__shfl_sync(0xFFFFFFFFu, amax, first), tensor, piece.a.format.rule);
+    const BlockScale<float> chosen = choose_square_by_formula<T>(own, formula, first);
+    if ((threadIdx.x % 32 & ~(kBeside | kBelow)) == first) scale = chosen;
+  });
+  if (!sure) encode(scale.multiplier, [&](int r, uint2 c) { codes.of_row[r] = c; });
   return scale;
 }
 
