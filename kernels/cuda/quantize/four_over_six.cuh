@@ -245,7 +245,8 @@ __device__ __forceinline__ BlockScale<float> choose_scale(const Eight<T> (&x)[2]
 
 constexpr int kBeside = 1, kBelow = 8;  // lanes apart
 
-// The scale of the block that begins in lane `first`, from the rows of each lane. In memory, and a call: registers are for what is frequent.
+// The scale of the block that begins in lane `first`, from the rows of each lane. A call, with rows in memory: registers are for what is
+// frequent.
 template <class T>
 __device__ __noinline__ BlockScale<float> choose_square_by_formula(const Eight<T>* own, ByFormula formula, int first) {
   float rows[2 * kDepth];
