@@ -159,6 +159,11 @@ def record(history: Array, amax: Array) -> Array:
     return xp.concat([newest.view(xp.float32)[None], history[1:]], axis=0)
 
 
+def largest_with_margin(element: ElementFormat, margin: int) -> int:
+    """fp32 bits of MAX * 2^-margin, to which delayed scaling maps an amax."""
+    return bits.constant_bits(element.max * 2.0**-margin)
+
+
 def update(
     history: Array,
     scale: Array,
@@ -189,10 +194,10 @@ def update(
     amax = xp.max(pattern, axis=0) if algorithm == "max" else pattern[0]
     safe = xp.where(amax > 0, amax, bits.ONE)
     if isinstance(element, Sequence):
-        runs = [(one.max, len(list(alike))) for one, alike in groupby(element)]
-        target = xp.concat([xp.full_like(safe[:count], bits.constant_bits(most * 2.0**-margin)) for most, count in runs])
+        runs = [(largest_with_margin(one, margin), len(list(alike))) for one, alike in groupby(element)]
+        target = xp.concat([xp.full_like(safe[:count], largest) for largest, count in runs])
     else:
-        target = xp.full_like(safe, bits.constant_bits(element.max * 2.0**-margin))
+        target = xp.full_like(safe, largest_with_margin(element, margin))
     quotient = bits.at_most(bits.divide(target, safe), bits.FP32_MAX)
     scale = xp.where(amax > 0, quotient, bits.from_float(scale)).view(xp.float32)
     newest = pattern[:1]

@@ -23,8 +23,10 @@ from ..implementations.carriers import Watch, carrier_of, is_carrier
 from ..implementations.derivatives import straight_through, without_gradient
 from ..implementations.jax_internals import (
     CALCULATING,
+    EQUINOX_DERIVATIVES,
     EQUINOX_FILE,
     JAX_GRAD,
+    LINEN_AXES,
     OPTAX_UPDATES,
     OPTAX_ZEROS,
     RULES,
@@ -284,6 +286,16 @@ def _flatten(q: QuantizedArray):
         raise TypeError(
             "optax.apply_updates, which flax's TrainState.apply_gradients and nnx.Optimizer.update call too, can't add to "
             "codes: use blockfp.jax.apply_updates(params, updates), of an optimizer in blockfp.jax.with_masters"
+        )
+    if caller in EQUINOX_DERIVATIVES and q.tangent is None:
+        raise TypeError(
+            "eqx.filter_vjp and Equinox's Jacobians have None for codes, which are integers: blockfp.jax.grad has them, of "
+            "lambda model: jnp.vdot(f(model), cotangent) for a vjp; what isn't differentiated is no argument of the function"
+        )
+    if caller in LINEN_AXES:
+        raise ValueError(
+            "linen.scan would move an axis of codes and scales, which have others than the values of a QuantizedArray: stack "
+            'layers along axis 0, variable_axes={"params": 0}, and scan over arrays along axis 0, in_axes=0'
         )
     if caller in CALCULATING:
         raise TypeError(f"{caller[0].partition('.')[0]} would calculate with the codes of a QuantizedArray: {_VALUES}")

@@ -74,8 +74,15 @@ class CarrierDType(ExtendedDType):
     def name(self) -> str:
         return f"carrier<{self.of.name}>"
 
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         return self.name
+
+    def __repr__(self) -> str:
+        # JAX's and NumPy's errors about calculating with an array of a dtype that they don't know quote this.
+        return (
+            f"{self.name} (beside the codes of a QuantizedArray, which aren't values: blockfp.jax.dequantize_params(tree) has "
+            "values, and their gradient)"
+        )
 
 
 class _Concrete(EArray):

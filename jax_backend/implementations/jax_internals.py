@@ -29,8 +29,10 @@ unmapped_aval = core.unmapped_aval
 
 __all__ = [
     "CALCULATING",
+    "EQUINOX_DERIVATIVES",
     "EQUINOX_FILE",
     "JAX_GRAD",
+    "LINEN_AXES",
     "OPTAX_UPDATES",
     "OPTAX_ZEROS",
     "RULES",
@@ -151,11 +153,20 @@ def spec_of(sharding: Sharding | None, mesh: Any, ndim: int) -> tuple[Any, ...]:
 EQUINOX_FILE = ("equinox._serialisation", None)
 """Equinox on its way to or from a file, which has leaves and no names: a leaf must say the format."""
 
+EQUINOX_DERIVATIVES = frozenset({("equinox._ad", "filter_vjp"), ("equinox._ad", "_Jac.__call__")})
+"""Equinox's derivatives that split their arguments and differentiate what is inexact: codes would get None, without a word.
+(`eqx.filter_grad` goes on to `jax.grad`.) The split is `equinox._filters.partition`, which many others call."""
+
+LINEN_AXES = frozenset({("flax.core.axes_scan", f"transpose_{way}_front") for way in ("to", "from")})
+"""`linen.scan` along another axis than the first, which codes and scales have elsewhere, and NVFP4's tensor scale doesn't."""
+
+_CUSTOM_RULES = frozenset(("jax._src.custom_derivatives", f"_flatten_{which}") for which in ("fwd", "bwd", "jvp"))
 RULES = frozenset(
     {
-        *(("jax._src.custom_derivatives", f"_flatten_{which}") for which in ("fwd", "bwd", "jvp")),
+        *_CUSTOM_RULES,
         ("equinox._ad", None),
         ("equinox._filters", None),
+        *EQUINOX_DERIVATIVES,
     }
 )
 """What calls a rule of `jax.custom_vjp` and its like, which may differentiate what it is given, and Equinox on the way there: a
@@ -187,13 +198,24 @@ CALCULATING = frozenset(
         ("jax._src.flatten_util", "ravel_pytree"),
         ("optax._src.update", "incremental_update"),
         ("optax.projections._projections", None),
+        *(("chex._src.asserts", f"_assert_tree_all_finite_{how}") for how in ("static", "jittable")),
         *(("jax._src.lax.parallel", name) for name in _REDUCING),
         *(("optax.tree_utils._tree_math", f"tree_{name}") for name in _TREE_MATH),
     }
 )
-"""Functions of trees that calculate with the leaves, by modules: codes would be taken for values."""
+"""Functions of trees that calculate with the leaves, by modules: codes would be taken for values, and are finite themselves
+where their values aren't."""
 
-_CALLERS = {EQUINOX_FILE, OPTAX_ZEROS, STOP_GRADIENT, JAX_GRAD, OPTAX_UPDATES, *RULES, *CALCULATING}
+_CALLERS = {EQUINOX_FILE, OPTAX_ZEROS, STOP_GRADIENT, JAX_GRAD, OPTAX_UPDATES, *LINEN_AXES, *RULES, *CALCULATING}
+
+
+def _in_a_rule(frame: Any) -> bool:
+    """True where a rule of one's own runs, which gives no cotangent for what nothing differentiates."""
+    while frame is not None:
+        if (frame.f_globals.get("__name__", ""), frame.f_code.co_name) in _CUSTOM_RULES:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def flattening_caller() -> tuple[str, str | None] | None:
@@ -203,6 +225,10 @@ def flattening_caller() -> tuple[str, str | None] | None:
         frame = frame.f_back
     if frame is None:
         return None
+    if (module, frame.f_code.co_name) == ("equinox._filters", "partition") and (outer := frame.f_back) is not None:
+        asked = outer.f_globals.get("__name__", ""), outer.f_code.co_qualname
+        if asked in EQUINOX_DERIVATIVES and not _in_a_rule(outer):
+            return asked
     for caller in ((module, frame.f_code.co_name), (module, None)):
         if caller in _CALLERS:
             return caller

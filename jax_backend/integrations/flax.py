@@ -8,7 +8,7 @@ Gradients and updates are those of all trees with quantized leaves: `bfp.value_a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -53,7 +53,8 @@ def convert(model: Any, recipe: Recipe | str | ByPath, filter_fn: Filter | None 
     Raises:
         TypeError: model is neither.
         ValueError: a model without such a layer, or without one in which a mapping's pattern is found (of linen: at `init`);
-            a missing or needless rngs, delayed scaling, or a format of weights that has no exact transpose.
+            a missing or needless rngs, delayed scaling, or a format of weights that has no exact transpose; a layer with
+            adapters inside, or layers that are stacked along another axis than the first.
     """
     if isinstance(model, linen.Module):
         if rngs is not None:
@@ -66,7 +67,10 @@ def convert(model: Any, recipe: Recipe | str | ByPath, filter_fn: Filter | None 
         if type(layer) is nnx.Linear and layer.dot_general is lax.dot_general:
             paths.append(".".join(map(str, keys)))
             one = _recipe_of(paths[-1], layer, recipe, filter_fn)
-            chosen += [] if one is None else [(layer, one)]
+            if one is not None:
+                _check_stack(paths[-1], layer)
+                _check_alone(paths[-1], (name for name, value in vars(layer).items() if isinstance(value, nnx.Param)))
+                chosen.append((layer, one))
     _check_found(recipe, paths, chosen, "flax.nnx.Linear")
     if any(_draws(one) for _, one in chosen) is not (rngs is not None):
         raise ValueError(f"rngs = {rngs}: a recipe that rounds stochastically needs one, such as nnx.Rngs(0), any other none")
@@ -75,6 +79,25 @@ def convert(model: Any, recipe: Recipe | str | ByPath, filter_fn: Filter | None 
         layer.recipe, layer.keys = one, _keys_for(layer, rngs) if rngs is not None and _draws(one) else None
         layer.__class__ = QuantizedLinear
     return model
+
+
+def _check_stack(path: str, layer: nnx.Linear) -> None:
+    """Raises ValueError for layers that are stacked along another axis than the first: others aren't matrices."""
+    shape, one = layer.kernel.get_value().shape, (layer.in_features, layer.out_features)
+    if shape[-2:] != one:
+        raise ValueError(
+            f"{path}: a kernel of shape {shape} is no stack of kernels {one}: layers are stacked along axis 0, as by nnx.vmap "
+            "with out_axes=0"
+        )
+
+
+def _check_alone(path: str, names: Iterable[str]) -> None:
+    """Raises ValueError for a layer with parameters of others, which its product of codes would leave out."""
+    if others := sorted(set(names) - {"kernel", "bias"}):
+        raise ValueError(
+            f"{path} holds {', '.join(others)}, as layers do that qwix's LoRA adapts; a quantized one has a kernel and a bias "
+            "alone: put adapters beside it, as modules of their own (flax.nnx.LoRA), or leave it out by filter_fn"
+        )
 
 
 def _keys_for(layer: nnx.Linear, rngs: nnx.Rngs) -> nnx.Rngs:
@@ -148,6 +171,7 @@ def _intercept(
     if not layer.has_variable("params", "kernel"):
         # Its own initializers draw the values, and codes take their place.
         forward(*args, **options)
+    _check_alone(path, layer.variables["params"])
     boxed = layer.get_variable("params", "kernel")
     kernel = _unboxed(boxed)
     if layer.is_initializing() and not is_quantized(kernel):

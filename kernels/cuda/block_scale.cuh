@@ -110,6 +110,20 @@ __device__ __forceinline__ int32_t amax_within_warp(Amax amax, bool& nan) {
   }
 }
 
+// Whether blocks of a tensor with this scale of two levels may be so large that their multipliers over 2^14 are not exact: an E4M3 scale is
+// at most 448.
+__device__ __forceinline__ bool is_huge(const TensorScale& tensor) { return tensor.decode > 0x1p100f; }
+
+// What is known of the elements of a block times its multiplier.
+template <int Block>
+constexpr Range kRange = Block == 16 ? Range::kBounded : Range::kAny;
+
+// Whether a bounded block has elements beyond the bound: its stored scale is too small for it, or it holds an Inf.
+template <int Block>
+__device__ __forceinline__ bool exceeds_range(int32_t amax, float multiplier) {
+  return kRange<Block> == Range::kBounded && !(multiply(from_bits<float>(amax), multiplier) < 7.0f);
+}
+
 // The stored scale of a tensor: `decode`, or NaN where the tensor holds an Inf and is to be marked.
 __device__ __forceinline__ float stored_tensor_scale(const QuantizeArguments& a, float decode) {
   const bool overflows = a.mark && a.amax != nullptr && __ldg(a.amax) >= kInfinity;

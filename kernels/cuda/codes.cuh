@@ -46,6 +46,17 @@ __device__ __forceinline__ float e2m1_magnitude(float y) {
   return __fadd_rn(__fmaf_rn(second, 2.0f, __fmaf_rn(first, 4.0f, 0x1.8p23f)), third);
 }
 
+// The larger magnitude of two numbers with the sign of the first; the second is positive.
+__device__ __forceinline__ float larger_with_sign(float a, float b) {
+#if __CUDA_ARCH__ >= 860
+  float out;
+  asm("max.xorsign.abs.f32 %0, %1, %2;" : "=f"(out) : "f"(a), "f"(b));
+  return out;
+#else
+  return copysignf(fmaxf(fabsf(a), fabsf(b)), a);
+#endif
+}
+
 // Sign bits of eight floats, each at the top of its nibble.
 __device__ __forceinline__ uint32_t nibble_signs(const float* y) {
   uint32_t bits[8];
@@ -82,6 +93,27 @@ __device__ __forceinline__ uint2 encode_eight(const float (&y)[8]) {
     constexpr uint32_t kBase = 0x4B400000u * 0x11111111u;
     return {word - kBase + nibble_signs(y), 0};
   }
+}
+
+// Bits of `a` where the mask has ones, of `b` elsewhere.
+__device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t a, uint32_t b) { return (a & mask) | (b & ~mask); }
+
+// By this E2M1's subnormal spacing becomes four of E4M3's: its codes come out of conversions to E4M3, times four.
+constexpr float kE2m1Down = 0x1p-6f;
+
+// E2M1 codes of eight numbers below 7 in magnitude, given times kE2m1Down.
+__device__ __forceinline__ uint32_t encode_below_seven(const float (&y)[8]) {
+  float nearest[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float power = larger_with_sign(from_bits<float>(to_bits(y[i]) & ~0x7FFFFF), kE2m1Down);
+    // A sum whose last place is E2M1's spacing at y. What is taken off again is less by a fourth of the power: the conversion drops it, but
+    // for the sign, which it keeps where the nearest code is 0.
+    nearest[i] = __fmaf_rn(power, -(0x1p22f - 0.25f), __fmaf_rn(power, 0x1p22f, y[i]));
+  }
+  const float even[4] = {nearest[0], nearest[2], nearest[4], nearest[6]}, odd[4] = {nearest[1], nearest[3], nearest[5], nearest[7]};
+  const uint32_t low = convert_four<false>(even), high = convert_four<false>(odd);
+  return select_bits(0x0F0F0F0Fu, select_bits(0x07070707u, low >> 2, low >> 4), select_bits(0x70707070u, high << 2, high));
 }
 
 // Two bfloat16 numbers below 8 in magnitude as E2M1 codes, signs and all, each in the low bits of its half; above the low byte it is
@@ -183,25 +215,39 @@ constexpr bool kVectorRows = R != Rounding::kGeneral && R != Rounding::kGroupsGe
 template <Rounding R>
 constexpr bool kOfGroups = R == Rounding::kGroups || R == Rounding::kGroupsGeneral;
 
+// Codes of E2M1 numbers with what is rare: a NaN, or something beyond the largest code. By value, as above.
+static __device__ __noinline__ uint32_t encode_carefully(float4 first, float4 second) {
+  const float y[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+  return mark_nan(encode_eight<E2M1>(y).x, y);
+}
+
+// How E2M1 codes of a block are made: `kBounded` where the caller knows of each block whether it needs care.
+enum class Range { kAny, kBounded };
+
 // Codes of eight numbers times a block's multiplier; `key` and `index` matter only to what is told.
 //
-// `nan`: some block of these elements holds a NaN.
-template <class E, Rounding R, class Value>
-__device__ __forceinline__ uint2 encode_scaled(Value value_of, float multiplier, bool nan, const uint32_t* key, uint64_t index) {
+// `care`: some block of these elements holds a NaN; of a bounded range, also where a number times the multiplier may be 7 or more, or the
+// multiplier is so small that kE2m1Down times it is not exact.
+template <class E, Rounding R, Range Bounds = Range::kAny, class Value>
+__device__ __forceinline__ uint2 encode_scaled(Value value_of, float multiplier, bool care, const uint32_t* key, uint64_t index) {
   static_assert(R != Rounding::kStochastic, "see stochastic_e2m1.cuh");
   const bool stochastic = kTold<R> && key != nullptr;
   const float factor = stochastic ? multiplier : prescaled<E>(multiplier);
   float y[8];
+  if (E::kId == E2M1::kId && Bounds == Range::kBounded && !stochastic && !care) {
+    const float down = multiply(multiplier, kE2m1Down);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) y[i] = multiply(value_of(i), down);
+    return {encode_below_seven(y), 0};
+  }
 #pragma unroll
   for (int i = 0; i < 8; ++i) y[i] = multiply(value_of(i), factor);
-  if (stochastic) {
-    return encode_eight_slowly<E>({y[0], y[1], y[2], y[3]}, {y[4], y[5], y[6], y[7]}, random_eight(key, index));
-  }
-  uint2 codes = encode_eight<E>(y);
+  const float4 first{y[0], y[1], y[2], y[3]}, second{y[4], y[5], y[6], y[7]};
+  if (stochastic) return encode_eight_slowly<E>(first, second, random_eight(key, index));
   if constexpr (E::kId == E2M1::kId) {
-    if (nan) codes.x = mark_nan(codes.x, y);
+    if (care) return {encode_carefully(first, second), 0};
   }
-  return codes;
+  return encode_eight<E>(y);
 }
 
 // Four words of four bytes, transposed.

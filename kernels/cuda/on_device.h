@@ -45,6 +45,8 @@ class OnDevice {
   int before_ = 0;
 };
 
+inline bool same_device(DLDevice a, DLDevice b) { return a.device_type == b.device_type && a.device_id == b.device_id; }
+
 // The format that four numbers stand for, of those that this library has; `any_row`: also FP8 with a scale for each row of any length.
 inline Format checked_format(int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule, bool any_row = false,
                              bool chooses = false) {
@@ -82,3 +84,11 @@ inline Matrices matrices_of(const TensorView& x, const char* name) {
 
 }  // namespace cuda
 }  // namespace blockfp
+
+// Functions of as many arguments as there are arrays, which the macros for typed functions don't make.
+#define BLOCKFP_EXPORT_PACKED(name)                                                                                           \
+  extern "C" TVM_FFI_DLL_EXPORT int __tvm_ffi_##name(void*, const TVMFFIAny* arguments, int32_t count, TVMFFIAny* result) {   \
+    TVM_FFI_SAFE_CALL_BEGIN();                                                                                                \
+    *reinterpret_cast<tvm::ffi::Any*>(result) = blockfp::cuda::name(reinterpret_cast<const tvm::ffi::AnyView*>(arguments), count); \
+    TVM_FFI_SAFE_CALL_END();                                                                                                  \
+  }

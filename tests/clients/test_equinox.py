@@ -88,6 +88,44 @@ def test_gradients_of_a_model():
     np.testing.assert_allclose(gradients.head.bias, 3 * np.ones(3))
 
 
+def test_derivatives_that_leave_codes_out_raise():
+    """Equinox has None for what is not inexact: a step of one's own leaves such weights as they are, and says nothing."""
+    model, x = Model("mxfp8_e4m3", X.astype("float32")), jnp.asarray(sample("gaussian", (3, 40)))
+
+    def f(model, x):
+        return jax.vmap(model.head)(x @ model.weight.dequantize().T)
+
+    for derivative in (eqx.filter_vjp, lambda f, *args: eqx.filter_jit(eqx.filter_vjp)(f, *args)):
+        with pytest.raises(TypeError, match=r"None for codes.*blockfp.jax.grad has them, of lambda model: jnp.vdot"):
+            derivative(f, model, x)
+    for jacobian in (eqx.filter_jacrev, eqx.filter_jacfwd, eqx.filter_hessian):
+        with pytest.raises(TypeError, match="None for codes"):
+            jacobian(f)(model, x)
+
+    # What the message says.
+    cotangent = jnp.asarray(sample("gaussian", (3, 3)))
+    values = eqx.tree_at(lambda model: model.weight, model, model.weight.dequantize())
+    expected = jax.vjp(lambda w, b: x @ w.T @ model.head.weight.T + b, values.weight, model.head.bias)[1](cotangent)
+    arrays, rest = eqx.partition(
+        model, lambda leaf: isinstance(leaf, bfp.QuantizedArray) or eqx.is_inexact_array(leaf), is_leaf=whole
+    )
+    gradient = bfp.grad(lambda arrays: jnp.vdot(f(eqx.combine(arrays, rest, is_leaf=whole), x), cotangent))(arrays)
+    np.testing.assert_allclose(gradient.weight, expected[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(gradient.head.bias, expected[1], rtol=1e-5, atol=1e-5)
+    _, pullback = eqx.filter_vjp(lambda x: f(model, x), x)
+    np.testing.assert_allclose(pullback(cotangent)[0], cotangent @ model.head.weight @ values.weight, rtol=1e-5, atol=1e-5)
+
+    # A carrier has a place for the gradient.
+    q, cotangent = model.weight.with_carrier(), jnp.asarray(sample("gaussian", (3, 6)))
+    for run in (lambda f: f, eqx.filter_jit):
+        found, _ = run(lambda q, x: eqx.filter_vjp(lambda q, x: x @ q.dequantize().T, q, x)[1](cotangent))(q, x)
+        np.testing.assert_allclose(found.tangent, cotangent.T @ x, rtol=1e-5, atol=1e-5)
+
+
+def whole(node):
+    return isinstance(node, bfp.QuantizedArray)
+
+
 def test_updates_are_not_added_to_codes():
     model = eqx.filter(Model("mxfp8_e4m3"), eqx.is_array)
     with pytest.raises(TypeError, match="equinox would calculate with the codes of a QuantizedArray"):

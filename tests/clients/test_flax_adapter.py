@@ -180,6 +180,34 @@ def test_a_stack_under_scan():
     np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_current"])
+@pytest.mark.parametrize("axis", [1, 2, -1])
+def test_a_stack_along_another_axis_is_refused(axis, recipe):
+    """T5X and MaxText stack along axis 1. NVFP4's tensor scale has none, and no check of shapes knows one scale per tensor."""
+
+    class Layer(linen.Module):
+        @linen.compact
+        def __call__(self, x, _):
+            return linen.Dense(64, use_bias=False)(x), None
+
+    def stack(axis):
+        return linen.scan(Layer, variable_axes={"params": axis}, split_rngs={"params": True, "quantize": True}, length=3)()
+
+    keys = {"params": jax.random.key(0), "quantize": jax.random.key(1)}
+    stack(axis).init(keys, X, None)
+    with pytest.raises(ValueError, match=r'along axis 0, variable_axes=\{"params": 0\}'):
+        convert(stack(axis), recipe).init(keys, X, None)
+    kernels = convert(stack(0), recipe).init(keys, X, None)
+    with pytest.raises(ValueError, match=r"linen\.scan would move an axis of codes and scales"):
+        convert(stack(axis), recipe).apply(kernels, X, None, rngs=keys)
+
+    split = nnx.split_rngs(splits=3)(nnx.vmap(Block, in_axes=(0,), out_axes=nnx.StateAxes({nnx.Param: 1, ...: 0})))
+    blocks = split(nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"layer: a kernel of shape \(64, 3, 64\) .* stacked along axis 0"):
+        convert(blocks, recipe, rngs=nnx.Rngs(1) if recipe == "nvfp4" else None)
+    assert type(blocks.layer) is nnx.Linear
+
+
 class Block(nnx.Module):
     def __init__(self, rngs):
         self.layer = nnx.Linear(64, 64, rngs=rngs)

@@ -7,7 +7,16 @@ compute-sanitizer --tool racecheck python tests/gpu/each_kernel_once.py --parts 
 import argparse
 
 import torch
-from blockfp.torch_backend.custom_ops import cuda, cuda_groups, cuda_layouts, eden_ops, grouped_products, norm_kernels, products
+from blockfp.torch_backend.custom_ops import (
+    cuda,
+    cuda_delayed,
+    cuda_groups,
+    cuda_layouts,
+    eden_ops,
+    grouped_products,
+    norm_kernels,
+    products,
+)
 from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
 
 import blockfp.torch as bfp
@@ -136,6 +145,16 @@ def each_product_of_values():
     run(random(72, 512), random(136, 512), torch.empty((3, 72, 136), device="cuda"))
 
 
+def each_update_of_scales():
+    """Of histories shorter and longer than a block of threads, in more operands than one launch takes."""
+    lengths = (1, 2, 256, 257, 1024)
+    state = [torch.rand(size, device="cuda") for i in range(520) for size in (lengths[i % len(lengths)], 1)]
+    newest = torch.empty(520, dtype=torch.int32, device="cuda")
+    assert cuda_delayed.newest_amaxes(newest, state)
+    for given in (None, newest):
+        assert cuda_delayed.update_scales([(0x43E00000, False)] * 520, given, state)
+
+
 HOPPER = ("products", "aligned", "values")
 """Parts that run on Hopper alone."""
 PARTS = {
@@ -145,6 +164,7 @@ PARTS = {
     "products": each_product,
     "aligned": each_aligned,
     "values": each_product_of_values,
+    "scales": each_update_of_scales,
 }
 
 

@@ -109,6 +109,41 @@ def test_kernels_that_choose_between_scales(format, dtype):
                     assert_same(cuda.quantize(to_gpu(x), format, key=key), numerics.quantize(x, format, key=key), what)
 
 
+@pytest.mark.parametrize("format", CHOOSING, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_choices_that_are_close(format, dtype):
+    """Elements near codes of both scales, so that their errors are nearly or exactly alike: estimates can't tell them apart."""
+    rng = np.random.default_rng(0)
+    shape = (128, 1024)
+    grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    for exponent, spread in ((0, 0), (0, 2), (-60, 2), (-110, 2), (100, 2)) if dtype != "float16" else ((0, 0), (0, 2)):
+        x = grid[rng.integers(0, 8, shape)] * np.where(rng.random(shape) < 0.5, 1, 1.5) * rng.choice([-1, 1], shape)
+        x = x * np.ldexp(np.exp(rng.standard_normal((shape[0] // 16, shape[1] // 16))), exponent).repeat(16, 0).repeat(16, 1)
+        x = x.astype(np.float32)
+        for _ in range(spread):
+            x = np.where(
+                rng.random(shape) < 0.5, x, np.nextafter(x, rng.choice(np.array([-np.inf, np.inf], np.float32), shape))
+            )
+        x = x.astype(DTYPES[dtype])
+        assert_same(cuda.quantize(to_gpu(x), format), numerics.quantize(x, format), f"{format} {dtype} {exponent} {spread}")
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_16x16"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_half_way_between_codes(name, dtype):
+    """A tensor's scale of 1, blocks' scales that are powers of two: multipliers are exact, and halves stay halves."""
+    rng = np.random.default_rng(1)
+    shape, largest = (256, 1024), 6 * 448
+    halves = np.array([0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6])
+    scales = np.ldexp(1.0, rng.integers(-9, 9, (shape[0] // 16, shape[1] // 16))).repeat(16, 0).repeat(16, 1)
+    x = (halves[rng.integers(0, 9, shape)] * rng.choice([-1, 1], shape)).astype(np.float32)
+    x = np.where(rng.random(shape) < 0.5, x, np.nextafter(x, rng.choice(np.array([-np.inf, np.inf], np.float32), shape)))
+    x[:, ::16] = 6
+    x = (x * scales).astype(np.float32)
+    x[0, 0] = largest
+    check(x.astype(DTYPES[dtype]), Format.parse(name))
+
+
 @BY_NAME
 def test_stochastic_rounding(format):
     for kind in ("bf16_valued", "exponents", "special"):

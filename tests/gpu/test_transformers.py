@@ -5,6 +5,7 @@ from documented import run_documented
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+inductor = pytest.importorskip("torch._inductor.config")
 
 import blockfp.torch as bfp  # noqa: E402
 
@@ -29,6 +30,8 @@ def llama(recipe):
     return model
 
 
+# Inductor takes the kernel of a sum that it finds the fastest, and perhaps another one the next time.
+@inductor.patch(deterministic=True)
 def trained(recipe, mode):
     """Losses of some steps, and the weights after them."""
     torch._dynamo.reset()

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 
+import chex
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -115,6 +116,29 @@ def test_one_vector_of_a_tree_is_not_one_of_codes():
     with pytest.raises(TypeError, match="calculate with the codes"):
         ravel_pytree(TREE)
     assert ravel_pytree(bfp.dequantize_params(TREE))[0].shape == (3 * X.size,)
+
+
+def test_codes_of_no_number_are_not_taken_for_finite():
+    tree = {"q": bfp.quantize(jnp.full((4, 64), jnp.nan), "mxfp8_e4m3")}
+    with pytest.raises(TypeError, match=r"chex would calculate with the codes.*dequantize_params"):
+        chex.assert_tree_all_finite(tree)
+    with pytest.raises(AssertionError, match="non-finite"):
+        chex.assert_tree_all_finite(bfp.dequantize_params(tree))
+
+
+@pytest.mark.parametrize("square", [jnp.square, lambda x: x**2, lambda x: jnp.vdot(x, x)])
+def test_decay_in_a_loss_names_what_has_values(square):
+    """The tutorials' own: a sum over the leaves of parameters. Beside codes there is the carrier of their gradient."""
+    params = {"w": bfp.quantize(X.astype("float32"), "mxfp8_e4m3"), "b": jnp.ones(3)}
+
+    def decay(params):
+        return sum(jnp.sum(square(leaf)) for leaf in jax.tree.leaves(params))
+
+    for run in (bfp.grad(decay), jax.jit(bfp.grad(decay))):
+        with pytest.raises((TypeError, ValueError), match=r"carrier<float32> \(beside the codes.*dequantize_params\(tree\)"):
+            run(params)
+    gradients = bfp.grad(lambda params: decay(bfp.dequantize_params(params)))(params)
+    np.testing.assert_array_equal(gradients["w"], 2 * params["w"].dequantize())
 
 
 @FACES

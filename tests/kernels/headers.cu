@@ -40,6 +40,7 @@ __global__ void everything(const uint16_t* half, const uint32_t* whole, int32_t*
   hadamard16<float>(x);
   for (int i = 0; i < kHadamardGroup; ++i) group[i] = x[i];
   unpack_group<6>(pack_group<4>(bytes), bytes + 4);
+  group[0] = delayed_scale<float>(codes[0], group[1], group[0]);
 }
 
 __global__ void optimizer_step(StepEntry e, int32_t random, int32_t* codes, uint16_t* halves) {

@@ -8,9 +8,9 @@ from blockfp.torch_backend.custom_ops import gated_kernels
 from blockfp.torch_backend.custom_ops.activations import activate, gradients
 from blockfp.torch_backend.torch_internals import fused_rms_norm
 
-from blockfp.definition import alignment, bits, eden, layout, numerics, rotation, rounding
+from blockfp.definition import alignment, bits, eden, layout, numerics, rotation, rounding, scaling
 from blockfp.definition.numerics import Amax
-from blockfp.formats import FORMATS, Format
+from blockfp.formats import E4M3, E5M2, FORMATS, Format
 from blockfp.kernels import format_numbers
 
 BY_NUMBERS = {format_numbers.format_numbers(format): format for format in FORMATS}
@@ -64,6 +64,45 @@ def record_amax(amax, history):
     value = amax.view(torch.float32).reshape(())
     if bool(value.isfinite()):
         history[0] = torch.maximum(history[0], value)
+
+
+def _operands(state):
+    """Histories and scales one after the other, and the index of the first that the kernel doesn't take, or -1."""
+    taken = set()
+    for i, x in enumerate(state):
+        sized = x.numel() == 1 if i % 2 else x.numel() >= 1
+        if not sized or x.dtype is not torch.float32 or not x.is_contiguous() or x.data_ptr() in taken:
+            return [], i
+        taken.add(x.data_ptr())
+    return list(zip(state[::2], state[1::2], strict=True)), -1
+
+
+def newest_amaxes(out, *state):
+    operands, misfit = _operands(state)
+    if misfit < 0:
+        write(out, torch.stack([history[0] for history, _ in operands]))
+    return misfit
+
+
+def update_scales(options, newest, *state):
+    operands, misfit = _operands(state)
+    if misfit >= 0:
+        return misfit
+    assert options.shape == (len(operands), 2)
+    assert newest is None or newest.numel() == len(operands)
+    for place, ((history, scale), (target, alone)) in enumerate(zip(operands, options.tolist(), strict=True)):
+        # Both elements' largest numbers differ in the exponent alone, as by a margin.
+        element = E5M2 if target >= scaling.largest_with_margin(E5M2, 0) else E4M3
+        margin, rest = divmod(scaling.largest_with_margin(element, 0) - target, 1 << 23)
+        assert rest == 0
+        before = history.clone()
+        if newest is not None:
+            before[0] = newest.view(torch.float32)[place]
+        algorithm = "most_recent" if alone else "max"
+        moved, new = scaling.update(before, scale.clone(), element, margin=margin, algorithm=algorithm)
+        write(history, moved)
+        write(scale, new)
+    return -1
 
 
 def amax_blocks(x, blocks, nan, tensor, element, block_rows, block_columns, rule, row, column):
@@ -263,7 +302,7 @@ def quantize_normed(x, weight, scales, amax, recorded, c, s, t, c_t, s_t, t_t, n
 
 
 FUNCTIONS = (
-    *(amax, record_amax, amax_blocks, quantize, encode, dequantize, transpose, fold_keys, align, quantize_aligned),
-    *(amax_eden, quantize_eden, quantize_gated, quantize_gated_aligned, activation, activation_gradient),
+    *(amax, record_amax, newest_amaxes, update_scales, amax_blocks, quantize, encode, dequantize, transpose, fold_keys, align),
+    *(quantize_aligned, amax_eden, quantize_eden, quantize_gated, quantize_gated_aligned, activation, activation_gradient),
     *(rms_norm, quantize_normed),
 )

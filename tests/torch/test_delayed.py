@@ -247,6 +247,79 @@ def test_what_does_not_count_as_stale():
         optimizer.step()
 
 
+def by_data(parameter, gradient):
+    parameter.data.add_(gradient, alpha=-0.1)  # fastai's
+
+
+def in_place(parameter, gradient):
+    with torch.no_grad():
+        parameter -= 0.1 * gradient
+
+
+def at_once(parameter, gradient):
+    torch._foreach_add_([parameter.data], [gradient], alpha=-0.1)  # Keras'
+
+
+def replaced(parameter, gradient):
+    new = parameter.data.clone()
+    parameter.data = new.copy_(parameter.data - 0.1 * gradient)
+
+
+@pytest.mark.parametrize("write", [by_data, in_place, at_once, replaced])
+def test_steps_of_others_than_torchs_optimizers_are_followed_up_or_refused(write):
+    model, _, backward = trained_by_others()
+
+    def step():
+        backward()
+        backward()  # accumulated
+        for parameter in model.parameters():
+            write(parameter, parameter.grad)
+            parameter.grad.zero_()
+
+    for _ in range(3):
+        step()
+        bfp.update_scales(model)
+    assert model[0].gradient_scale > 1
+    for _ in range(2):
+        step()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"call bfp.update_scales\(model\) after each step"):
+            backward()
+    with torch.no_grad():
+        model(values((4, 32), 3, scale=2.0))
+    bfp.update_scales(model)
+    step()
+
+
+def test_what_writes_weights_and_is_no_step():
+    """Loads, differences, weights that are drawn anew, and what an optimizer of torch does in its step."""
+    model, _, backward = trained_by_others()
+    state = copy.deepcopy(model.state_dict())
+    for _ in range(3):
+        backward()
+        model.load_state_dict(state)
+    for _ in range(3):
+        with torch.no_grad():
+            model[0].weight += 1e-3
+        model(values((4, 32), 3, scale=2.0))
+    average = copy.deepcopy(model)
+    for _ in range(3):
+        average(values((4, 32), 3, scale=2.0))
+        average[0].weight.data.lerp_(model[0].weight.data, 0.5)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=6)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(values((4, 32), 3, scale=2.0)).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        model[0].weight.data.mul_(0.9)
+        optimizer.step(closure)
+        bfp.update_scales(model)
+
+
 def test_updates_within_closures_count():
     model, optimizer, backward = trained_by_others()
 

@@ -1,10 +1,12 @@
 """torch.func of quantized layers: what torch.autograd gives, example by example."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, jacrev, jvp, stack_module_state, vjp, vmap
 
 import blockfp.torch as bfp
 
@@ -86,6 +88,45 @@ def test_gradients_of_each_example():
     for i in (0, 5):
         wanted = torch.autograd.grad(loss(params, x[i]), list(params.values()))
         assert all(torch.equal(found[name][i], d) for name, d in zip(params, wanted, strict=True))
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "nvfp4_eden", "mxfp4_rotated"])
+def test_stacked_models_keep_their_own_state(recipe):
+    """As torch's tutorial of ensembles stacks them: each draws the random bits of its own key and step."""
+    models = [bfp.convert(nn.Sequential(nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 4)), recipe, weights="high_precision")]
+    models += [copy.deepcopy(models[0]) for _ in range(2)]
+    for model in models:
+        for layer in (model[0], model[2]):
+            layer.reset_parameters()
+            layer.reset_buffers()
+    params, buffers = stack_module_state(models)
+    x = batch()
+    for _ in range(2):
+        found = vmap(lambda params, buffers: functional_call(models[0], (params, buffers), (x,)))(params, buffers)
+        d_found = torch.autograd.grad(found.square().sum(), list(params.values()))
+        for i, model in enumerate(models):
+            own = model(x)
+            assert torch.equal(found[i], own)
+            d_own = torch.autograd.grad(own.square().sum(), list(model.parameters()))
+            assert all(torch.equal(found[i], own) for found, own in zip(d_found, d_own, strict=True))
+    for i, model in enumerate(models):
+        for name, own in model.named_buffers():
+            assert torch.equal(buffers[name][i], own)
+
+
+def test_stacked_models_with_delayed_scaling_are_evaluated_alone():
+    models = [nn.Sequential(bfp.Linear(32, 16, recipe="fp8_delayed", weights="high_precision")) for _ in range(2)]
+    models[1][0].input_scale.fill_(4)
+    state, x = stack_module_state(models), batch()
+
+    def run(params, buffers):
+        return functional_call(models[0], (params, buffers), (x,))
+
+    with pytest.raises(NotImplementedError, match="such as fp8_current"):
+        vmap(run)(*state)
+    with torch.no_grad():
+        for model, found in zip(models, vmap(run)(*state), strict=True):
+            assert torch.equal(found, model(x))
 
 
 def test_functional_call_takes_other_parameters():

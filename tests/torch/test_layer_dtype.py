@@ -77,6 +77,26 @@ def test_a_layer_alone(recipe, weights):
 
 
 @BOTH
+def test_a_move_to_where_a_layer_is_leaves_its_weight(weights):
+    """As trainers move models that are there, while a notebook still has a result whose backward never ran."""
+    layer, x = layer_of(weights), x_of(torch.float32).requires_grad_()
+    parameter, y = layer.weight, layer(x)
+    layer.cpu().float().to("cpu", torch.float32)
+    layer.share_memory()
+    assert layer.weight is parameter
+    assert layer.weight.is_shared()
+    y.sum().backward()
+    assert layer.weight.grad is not None
+    layer.zero_grad()
+    y = layer(x)
+    with pytest.raises(RuntimeError, match=r"waits for its backward: delete it"):
+        layer.to(torch.bfloat16)
+    assert layer.weight is parameter
+    del y
+    assert layer.to(torch.bfloat16).weight.dtype == torch.bfloat16
+
+
+@BOTH
 def test_a_dtype_that_has_no_formats(weights):
     layer = layer_of(weights)
     with pytest.raises(TypeError, match=r"a weight that is quantized must be one of torch.float32, .*, got torch.float64"):

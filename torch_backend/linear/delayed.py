@@ -6,11 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -20,11 +22,11 @@ from blockfp.definition.bits import INFINITY
 from blockfp.formats import ElementFormat
 from blockfp.recipes import Delayed, Recipe
 
-from ..custom_ops import cuda
+from ..custom_ops import cuda, cuda_delayed
 from ..custom_ops.collectives import max_reduce
 from ..custom_ops.kernels import kernels_for
 from ..quantized_tensor import sharding
-from ..torch_internals import foreach_copy_
+from ..torch_internals import dispatch_modes, foreach_copy_
 from . import scale_watch
 from .recipe_layer import RecipeLayer
 from .scale_watch import delayed_layers
@@ -43,16 +45,6 @@ def record(history: Tensor, amax: Tensor, *, now: bool = False) -> None:
         return
     finite = torch.where(amax >= INFINITY, torch.zeros_like(amax), amax).view(torch.float32)
     history[:1].copy_(torch.maximum(history[:1], finite))
-
-
-class _Scaled(NamedTuple):
-    """One operand's state, and the options and groups by which it is updated."""
-
-    history: Tensor
-    scale: Tensor
-    element: ElementFormat
-    options: Delayed
-    groups: tuple[str, ...]
 
 
 def update_scales(model: nn.Module) -> None:
@@ -95,7 +87,10 @@ def update_scales_after(optimizer: Optimizer, model: nn.Module) -> RemovableHand
         >>> bfp.update_scales_after(optimizer, model)
     """
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}: after steps of another "
+            "(fastai's, Keras') call bfp.update_scales(model) by hand"
+        )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not delayed_layers(model):
@@ -146,67 +141,126 @@ def update_layers(
             for the device then, and leaves everything where no amax was recorded: the histories may have been loaded before.
     """
     found = scale_watch.replicas_of(layers) if replicas is None else [replicas] * len(layers)
-    operands = list(_operands(layers, found))
-    for groups, members in _by(operands, lambda one: one.groups):
-        if not groups:
-            continue
-        newest = torch.stack([one.history[0] for one in members])
-        # Magnitudes are ordered like their bits.
-        reduced = max_reduce(newest.view(torch.int32), groups).view(torch.float32)
-        _write([one.history[0] for one in members], reduced.unbind())
-    if made_up and not any(float(one.history[0]) > 0 for one in operands):
+    together = _together(layers, found)
+    newest = [max_reduce(_newest(some), groups) if groups or made_up else None for (groups, _), some in together.items()]
+    if made_up and not any(bool((one > 0).any()) for one in newest if one is not None):
         return
-    # Of one element after the other: what it is made of are runs then, and all elements are one chain of launches.
-    operands.sort(key=lambda one: one.element.name)
-    for (options, _), members in _by(operands, lambda one: (one.options, one.history.device)):
-        histories = torch.stack([one.history for one in members])
-        scales = torch.stack([one.scale for one in members])
-        elements = [one.element for one in members]
-        moved, new = scaling.update(histories.t(), scales, elements, margin=options.margin, algorithm=options.algorithm)
-        # Rows of one tensor, laid out as the histories: columns would be a launch each.
-        _write([one.history for one in members], moved.t().contiguous().unbind())
-        _write([one.scale for one in members], new.unbind())
+    for some, amaxes in zip(together.values(), newest, strict=True):
+        _update(some, amaxes)
 
 
-def _write(into: list[Tensor], values: Iterable[Tensor]) -> None:
-    foreach_copy_(into, list(values))
+class _Scaled(NamedTuple):
+    """An operand that is scaled: the names of its layer's history and scale, its element and options, and both in numbers."""
+
+    history: str
+    scale: str
+    element: ElementFormat
+    options: Delayed
+    numbers: cuda_delayed.Numbers
 
 
-def _operands(layers: Iterable[RecipeLayer], replicas: Iterable[DistributedDataParallel | None]) -> Iterator[_Scaled]:
-    """Yields the state of each operand that is scaled."""
-    known: dict[int, list[tuple[str, str, ElementFormat]]] = {}
-    for layer, ddp in zip(layers, replicas, strict=True):
-        recipe, group = layer.linear_recipe, None if ddp is None else cast(Any, ddp.process_group)
-        assert recipe.delayed is not None
-        groups = _groups(scale_watch.weight_of(layer)) if group is None else (group.group_name,)
-        named = known.get(id(recipe))
-        if named is None:
-            named = known[id(recipe)] = _scaled(recipe)
-        for history, scale, element in named:
-            yield _Scaled(getattr(layer, history), getattr(layer, scale), element, recipe.delayed, groups)
+class _Operands(NamedTuple):
+    """Operands on one device, whose amaxes the same groups of ranks share.
+
+    Attributes:
+        kinds: of each one.
+        state: of each one its history and its scale, one operand after the other.
+    """
+
+    kinds: list[_Scaled]
+    state: list[Tensor]
 
 
-def _scaled(recipe: Recipe) -> list[tuple[str, str, ElementFormat]]:
-    """Returns the names of a layer's history and scale, and the element, of each operand that is scaled."""
+def _together(
+    layers: Sequence[RecipeLayer], replicas: Sequence[DistributedDataParallel | None]
+) -> dict[tuple[tuple[str, ...], torch.device], _Operands]:
+    """Returns all operands by groups and device, in the order of first appearance, which is the same on every rank."""
+    found: dict[tuple[tuple[str, ...], torch.device], _Operands] = {}
+    kinds_of: dict[int, list[_Scaled]] = {}
+    for layer, groups in zip(layers, _groups_of(layers, replicas), strict=True):
+        # An attribute of a module that is a buffer costs a Python call each.
+        recipe, buffers = layer.linear_recipe, cast(Any, layer._buffers)
+        kinds = kinds_of.get(id(recipe))
+        if kinds is None:
+            kinds = kinds_of[id(recipe)] = _scaled(recipe)
+        for kind in kinds:
+            history = buffers[kind.history]
+            some = found.get((groups, history.device))
+            if some is None:
+                some = found[groups, history.device] = _Operands([], [])
+            some.kinds.append(kind)
+            some.state.extend((history, buffers[kind.scale]))
+    return found
+
+
+def _groups_of(layers: Sequence[RecipeLayer], replicas: Sequence[DistributedDataParallel | None]) -> Sequence[tuple[str, ...]]:
+    """Returns for each layer the names of the groups of ranks that share its amaxes."""
+    if not scale_watch.several_ranks():
+        return [()] * len(layers)
+    weights = scale_watch.weights_of(layers)
+    meshes = [None if weight is None else sharding.mesh_of(weight) for weight in weights]
+    along = {id(mesh): _groups_along(mesh) for mesh in {id(mesh): mesh for mesh in meshes}.values()}
+    return [
+        along[id(mesh)] if ddp is None else (cast(Any, ddp.process_group).group_name,)
+        for mesh, ddp in zip(meshes, replicas, strict=True)
+    ]
+
+
+def _scaled(recipe: Recipe) -> list[_Scaled]:
+    """Returns what is scaled of a layer."""
+    assert recipe.delayed is not None
     found = []
     for operand in ("input", "gradient"):
         format = recipe.cast(operand).format or recipe.cast(operand, "columnwise").format
         if format is not None:
-            found.append((f"{operand}_amax_history", f"{operand}_scale", format.element))
+            element, options = format.element, recipe.delayed
+            numbers = cuda_delayed.numbers(element, options)
+            found.append(_Scaled(f"{operand}_amax_history", f"{operand}_scale", element, options, numbers))
     return found
 
 
-def _groups(weight: Tensor) -> tuple[str, ...]:
+def _groups_along(mesh: DeviceMesh | None) -> tuple[str, ...]:
     """Names of the groups along every axis of a weight's mesh that has more than one rank."""
-    mesh = sharding.mesh_of(weight)
     if mesh is None:
         return ()
     return tuple(mesh.get_group(axis).group_name for axis in range(mesh.ndim) if mesh.size(axis) > 1)
 
 
-def _by(operands: Iterable[_Scaled], key) -> list[tuple]:
-    """Pairs (key, members) in the order of first appearance, which is the same on every rank."""
-    found: dict = {}
-    for one in operands:
-        found.setdefault(key(one), []).append(one)
-    return list(found.items())
+def _newest(some: _Operands) -> Tensor:
+    """The newest amaxes of operands: int32, fp32 bits, whose order is that of the magnitudes."""
+    if _by_kernel(some):
+        newest = some.state[0].new_empty(len(some.kinds), dtype=torch.int32)
+        if cuda_delayed.newest_amaxes(newest, some.state):
+            return newest
+    return torch.stack([history[0] for history in some.state[::2]]).view(torch.int32)
+
+
+def _update(some: _Operands, newest: Tensor | None) -> None:
+    """Takes the step of operands; `newest` stands instead of their histories' first entries, where ranks share these."""
+    if _by_kernel(some) and cuda_delayed.update_scales([kind.numbers for kind in some.kinds], newest, some.state):
+        increment_version(some.state)
+        return
+    histories, scales = some.state[::2], some.state[1::2]
+    if newest is not None:
+        foreach_copy_([history[0] for history in histories], list(newest.view(torch.float32).unbind()))
+    # Of one element after the other: what it is made of are runs then, and all elements are one chain of launches.
+    order = sorted(range(len(histories)), key=lambda place: some.kinds[place].element.name)
+    by_options: dict[Delayed, list[int]] = {}
+    for place in order:
+        by_options.setdefault(some.kinds[place].options, []).append(place)
+    for options, places in by_options.items():
+        elements = [some.kinds[place].element for place in places]
+        before = torch.stack([histories[place] for place in places])
+        scale = torch.stack([scales[place] for place in places])
+        moved, new = scaling.update(before.t(), scale, elements, margin=options.margin, algorithm=options.algorithm)
+        # Rows of one tensor, laid out as the histories: columns would be a launch each.
+        foreach_copy_([histories[place] for place in places], list(moved.t().contiguous().unbind()))
+        foreach_copy_([scales[place] for place in places], list(new.unbind()))
+
+
+def _by_kernel(some: _Operands) -> bool:
+    """Returns whether the CUDA kernels may take the state as it lies: on their device, and nothing traces or watches."""
+    on = some.state[0]
+    if not on.is_cuda or kernels_for(on) is not cuda or dispatch_modes() or torch.compiler.is_compiling():
+        return False
+    return set(map(type, some.state)) == {Tensor}

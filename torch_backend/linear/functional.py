@@ -3,7 +3,7 @@
 torch's transformations take functions of tensors apart level by level. These functions keep x and the weight, instead of codes,
 make the operands again where they want them, and run the ordinary `linear`, its backward and the backward of that
 (`second_order`), each on plain tensors. Under vmap every example is a tensor of its own, with its own amaxes: they are
-multiplied one after another.
+multiplied one after another. A layer's state goes along as arguments, for models that are stacked have theirs stacked too.
 
 None of it goes into a compiled graph, where torch 2.13 makes zeros of an autograd function's gradients under torch.func.
 """
@@ -22,9 +22,13 @@ Run = Callable[..., Tensor]
 
 
 @outside_graphs
-def transformed(x: Tensor, weight: Tensor, bias: Tensor | None, run: Run) -> Tensor:
-    """Calls `run(x, weight, bias)` so that torch.func can differentiate it, map it and differentiate it again."""
-    return _Linear.apply(x, weight, bias, run)
+def transformed(x: Tensor, weight: Tensor, bias: Tensor | None, run: Run, state: Sequence[Tensor | None]) -> Tensor:
+    """Calls `run(x, weight, bias, *state)` so that torch.func can differentiate it, map it and differentiate it again.
+
+    Args:
+        state: tensors that are written in place: a history of amaxes first, where the layer keeps one.
+    """
+    return _Linear.apply(x, weight, bias, run, *state)
 
 
 class _Mapped(torch.autograd.Function):
@@ -42,20 +46,22 @@ class _Mapped(torch.autograd.Function):
 
 class _Linear(_Mapped):
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, run: Run) -> Tensor:
-        return run(x, weight, bias)
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, run: Run, *state: Tensor | None) -> Tensor:
+        return run(x, weight, bias, *state)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, ctx.run = inputs
+        *tensors, ctx.run = inputs[:4]
+        # Not saved: what is written in place between forward and backward autograd refuses to give back.
+        ctx.state = inputs[4:]
         ctx.save_for_backward(*tensors)
 
     @staticmethod
     @outside_graphs
     def backward(ctx: Any, gradient: Tensor):
         wanted = ctx.needs_input_grad[:3]
-        grads = iter(_Gradients.apply(*ctx.saved_tensors, gradient, wanted, ctx.run))
-        return *(next(grads) if one else None for one in wanted), None
+        grads = iter(_Gradients.apply(*ctx.saved_tensors, gradient, wanted, ctx.run, *ctx.state))
+        return *(next(grads) if one else None for one in wanted), None, *(None for _ in ctx.state)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None):
@@ -65,6 +71,12 @@ class _Linear(_Mapped):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any):
+        if in_dims[4] is not None and torch.is_grad_enabled():
+            raise NotImplementedError(
+                "delayed scaling makes scales of what a layer recorded in its own buffers, and under vmap these are stacked "
+                "ones, which no step would update: train models that are stacked with another recipe, such as fp8_current, and "
+                "evaluate them under torch.no_grad()"
+            )
         return _Linear.each(info, in_dims, args)
 
 
@@ -72,21 +84,22 @@ class _Gradients(_Mapped):
     """Gradients of x, weight and bias, as far as they are wanted."""
 
     @staticmethod
-    def forward(x, weight, bias, gradient, wanted, run):
+    def forward(x, weight, bias, gradient, wanted, run, *state):
         leaves = _leaves((x, weight, bias), wanted)
-        return _grads(run, leaves, wanted, gradient)
+        return _grads(run, (*leaves, *state), wanted, gradient)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, ctx.wanted, ctx.run = inputs
+        *tensors, ctx.wanted, ctx.run = inputs[:6]
+        ctx.state = inputs[6:]
         ctx.save_for_backward(*tensors)
 
     @staticmethod
     @outside_graphs
     def backward(ctx: Any, *along: Tensor):
         needs = ctx.needs_input_grad[:4]
-        grads = iter(_Seconds.apply(*ctx.saved_tensors, ctx.wanted, needs, ctx.run, *along))
-        return *(next(grads) if one else None for one in needs), None, None
+        grads = iter(_Seconds.apply(*ctx.saved_tensors, ctx.wanted, needs, ctx.run, len(along), *along, *ctx.state))
+        return *(next(grads) if one else None for one in needs), None, None, *(None for _ in ctx.state)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any):
@@ -97,10 +110,11 @@ class _Seconds(_Mapped):
     """Gradients of `_Gradients` with respect to x, weight, bias and the output's gradient."""
 
     @staticmethod
-    def forward(x, weight, bias, gradient, wanted, needs, run, *along):
+    def forward(x, weight, bias, gradient, wanted, needs, run, count, *along_and_state):
+        along, state = along_and_state[:count], along_and_state[count:]
         leaves = _leaves((x, weight, bias, gradient), tuple(a or b for a, b in zip((*wanted, True), needs, strict=True)))
         with torch.enable_grad():
-            first = _grads(run, leaves[:3], wanted, leaves[3], create_graph=True)
+            first = _grads(run, (*leaves[:3], *state), wanted, leaves[3], create_graph=True)
             inputs: list[Any] = [leaf for leaf, one in zip(leaves, needs, strict=True) if one]
             pairs = [(one, v) for one, v in zip(first, along, strict=True) if one.requires_grad]
             outputs, vectors = zip(*pairs, strict=True) if pairs else ((), ())
@@ -131,7 +145,8 @@ def _leaves(tensors: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Te
     return [None if x is None else x.detach().requires_grad_(one) for x, one in zip(tensors, wanted, strict=True)]
 
 
-def _grads(run: Run, leaves: Sequence[Any], wanted: Sequence[bool], gradient: Tensor | None, **options: Any) -> Any:
+def _grads(run: Run, inputs: Sequence[Any], wanted: Sequence[bool], gradient: Tensor | None, **options: Any) -> Any:
     with torch.enable_grad():
-        y = run(*leaves)
-        return torch.autograd.grad(y, [leaf for leaf, one in zip(leaves, wanted, strict=True) if one], gradient, **options)
+        y = run(*inputs)
+        leaves = [leaf for leaf, one in zip(inputs[:3], wanted, strict=True) if one]
+        return torch.autograd.grad(y, leaves, gradient, **options)

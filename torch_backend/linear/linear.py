@@ -130,18 +130,14 @@ def apply(
     if call is None:
         check_tensors(x, weight, bias, grouped=grouped, transposed=transposed)
     if transforms:
-        run = lambda x, weight, bias: _run(  # noqa: E731
-            x,
-            weight,
-            bias,
-            call_of(x, weight, bias, recipe, state, key, grouped, shared),
-            state,
-            key,
-            counts,
-            offs,
-            transposed,
-        )
-        y = transformed(_rows(x), weight, bias, run)
+        kept_state = state or LinearState()
+
+        def run(x: Tensor, weight: Tensor, bias: Tensor | None, *tensors: Tensor | None) -> Tensor:
+            own = LinearState(*tensors, rank=kept_state.rank, observed=kept_state.observed)
+            call = call_of(x, weight, bias, recipe, own, key, grouped, shared)
+            return _run(x, weight, bias, call, state and own, key, counts, offs, transposed)
+
+        y = transformed(_rows(x), weight, bias, run, kept_state[:6])
     else:
         if call is None:
             call = call_of(_rows(x), weight, bias, recipe, state, key, grouped, shared)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -20,7 +19,7 @@ from ..linear.linear import apply
 from ..linear.parallel import Parallel
 from ..quantized_tensor.dtensors import to_local
 from ..weights.module_state import InParts, RecipeState, keep_in_parts, part_properties
-from .quantized_layer import Weights, check_weights, made_weight, moved
+from .quantized_layer import Weights, check_weights, made_weight, moving
 from .stateful_layer import StatefulLayer
 
 OWN = ("biases", "transposed", "recipe", "weights", "compute", "keep_init", "parallel", "added")
@@ -218,7 +217,9 @@ class Experts(InParts):
         self.adopt()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        return super()._apply(partial(moved, fn), recurse)
+        with moving(self, fn) as applied:
+            super()._apply(applied, recurse)
+        return self
 
     def reset_buffers(self) -> None:
         """Sets delayed scaling and the steps to their start, and draws new random keys."""

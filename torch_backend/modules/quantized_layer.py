@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, Self, TypedDict, get_args
 
 import torch
@@ -74,7 +74,9 @@ class QuantizedLayer(InParts, StatefulLayer):
         super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        return super()._apply(partial(moved, fn), recurse)
+        with moving(self, fn) as applied:
+            super()._apply(applied, recurse)
+        return self
 
     def make_parameters(
         self, shape: tuple[int, ...], bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
@@ -191,6 +193,41 @@ def fill(param: Tensor, values: Tensor, *, keep_init: bool) -> None:
         load_high_precision_(param, values, keep_init=keep_init)
         return
     local.copy_(sharding.own_part(values, param))
+
+
+@contextmanager
+def moving(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Gives what torch's `Module._apply` is to be called with instead of `fn`; weights that stay as they are are put away.
+
+    torch puts what `fn` returns in a weight's place even where that is the weight itself, and can't as long as a result waits
+    for its backward: trainers call `model.to(device)` for models that are there already.
+
+    Raises:
+        RuntimeError: a weight would change while a result waits for its backward.
+    """
+    stay: dict[str, nn.Parameter | None] = {}
+    applied: dict[int, Tensor] = {}
+    for name, param in module._parameters.items():
+        if param is None or not isinstance(sharding.local_of(param), QuantizedTensor | CastWeight):
+            continue
+        with torch.no_grad():
+            new = moved(fn, param)
+        if new is param:
+            stay[name] = param
+        else:
+            applied[id(param)] = new
+    module._parameters.update(dict.fromkeys(stay))
+    try:
+        yield lambda tensor: applied.pop(id(tensor)) if id(tensor) in applied else moved(fn, tensor)
+    except RuntimeError as error:
+        if "Couldn't swap" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{error}: something else holds this weight, such as a result of the model that waits for its backward: delete it, "
+            "or compute it under torch.no_grad()"
+        ) from error
+    finally:
+        module._parameters.update(stay)
 
 
 def moved(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:

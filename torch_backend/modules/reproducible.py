@@ -36,8 +36,8 @@ class Reproducible:
     ranks divide the units give the same bits, also one after another, by way of a checkpoint. Tensor parallelism is part of
     that with `parallelize(.., splits=)`; the same splits then, on a mesh of one rank too.
 
-    Everything else has to be the same: the device, the versions, the number of threads, and
-    `torch.use_deterministic_algorithms(True)` on a GPU.
+    Everything else has to be the same: the device, the versions, the number of threads, and on a GPU
+    `torch.use_deterministic_algorithms(True)` and, for compiled layers, the environment's `TORCHINDUCTOR_DETERMINISTIC=1`.
 
     Args:
         model: after `parallelize` and `fully_shard`, or neither. Only `backward` makes gradients of it from then on.

@@ -18,10 +18,11 @@ from ..linear.linear import LinearState
 from ..linear.parallel import Parallel
 from ..linear.pipelines import keep_state
 from ..linear.recipe_layer import RecipeLayer
-from ..linear.scale_watch import note_sharded, unwatch, watch
+from ..linear.scale_watch import look_at_written, note_sharded, unwatch, watch
 from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import data_rank, random_key
 from ..torch_internals import mark_static_address
+from ..weights.cast_weight import CastWeight
 
 
 class StatefulLayer(RecipeLayer):
@@ -143,6 +144,11 @@ class StatefulLayer(RecipeLayer):
         """Returns the buffers as `linear` takes them."""
         # An attribute of a module that is a buffer costs a Python call each.
         buffers: Any = self._buffers
+        if buffers["input_scale"] is not None:
+            own: Any = self._parameters
+            weight = own["weight"] if "weight" in own else None  # noqa: SIM401
+            if type(weight) is CastWeight and not torch.compiler.is_compiling() and weight.written[0]:
+                look_at_written(self, weight.written)
         key = buffers["rng_key"]
         rank = 0 if key is None or self.keyed_by_unit else data_rank(self.data_rank)
         history, gradient_history = buffers["input_amax_history"], buffers["gradient_amax_history"]

@@ -35,6 +35,7 @@ from ..torch_internals import (
     NO_TORCH_FUNCTION,
     decomposes,
     forbid_pointer,
+    is_mutable,
     make_wrapper_subclass,
     outputs_of,
     pytree,
@@ -75,6 +76,8 @@ _VIEWS = {
 }
 """Operations before a product: the matrices that they give are `CastWeight`s too, so that a product with one is seen."""
 
+_SHARE_MEMORY = {aten.detach.default, aten.alias.default, aten.view.default, aten.slice.Tensor, aten.split.Tensor, *_VIEWS}
+
 
 class CastWeight(Wrapper):
     """Values of a weight, and the format in which they travel and are multiplied.
@@ -86,12 +89,15 @@ class CastWeight(Wrapper):
         format: what it is quantized to.
         whole: shape of what FSDP2 divides: the unsharded weight, or what tensor parallelism left of it.
         cut: this rank's part, where tensor parallelism cut the weight before FSDP2 divides it; else None.
+        written: whether the values were written in place since the layer last looked, in a list that all have that share
+            their memory. torch's own count leaves out what is written through `.data`.
     """
 
     values: Tensor
     format: Format
     whole: tuple[int, ...]
     cut: TensorParallelShard | None
+    written: list[bool]
 
     __torch_function__ = NO_TORCH_FUNCTION
 
@@ -105,6 +111,7 @@ class CastWeight(Wrapper):
         self.format = format
         self.whole = whole
         self.cut = cut
+        self.written = [False]
         forbid_pointer(self)
 
     @classmethod
@@ -178,6 +185,8 @@ class CastWeight(Wrapper):
             return _written(func, args, kwargs, names)
         plain_args, plain_kwargs = pytree.tree_map_only(CastWeight, lambda weight: weight.values, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
+        if is_mutable(func):
+            _note_written(args[0])
         if func not in _KEEP_CLASS and (func not in _VIEWS or pytree.tree_leaves(result)[0].ndim < 2):
             return result
         weight: CastWeight = args[0]
@@ -188,11 +197,16 @@ class CastWeight(Wrapper):
 
         def keep(values: Tensor) -> Tensor:
             if func in _VIEWS:
-                return CastWeight(values, weight.format, tuple(values.shape))
+                return shared(CastWeight(values, weight.format, tuple(values.shape)))
             # A module that is cast has a weight afterwards; memory of another dtype is for something else.
             cast = func is aten._to_copy.default and values.is_floating_point()
             kept = cast or values.dtype == weight.dtype
-            return CastWeight(values, weight.format, whole, weight.cut) if kept else values
+            return shared(CastWeight(values, weight.format, whole, weight.cut)) if kept else values
+
+        def shared(new: CastWeight) -> CastWeight:
+            if func in _SHARE_MEMORY:
+                new.written = weight.written
+            return new
 
         with viewing(weight):
             return return_and_correct_aliasing(func, args, kwargs, pytree.tree_map_only(Tensor, keep, result))
@@ -205,6 +219,7 @@ class CastWeight(Wrapper):
 
     def adopt(self, other: CastWeight) -> None:
         self.values, self.format, self.whole, self.cut = other.values, other.format, other.whole, other.cut
+        _note_written(self)
 
     def share_memory_(self) -> CastWeight:
         """Moves the values to memory that other processes can map, as `Tensor.share_memory_` does."""
@@ -239,6 +254,12 @@ def _is_multiplied(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     return any(weights) and not all(weights)
 
 
+def _note_written(into: Any) -> None:
+    for each in into if isinstance(into, (list, tuple)) else (into,):
+        if isinstance(each, CastWeight):
+            each.written[0] = True
+
+
 def _written(func: Any, args: tuple, kwargs: dict[str, Any], names: list[str]) -> Any:
     """Carries out an operation whose results go into tensors that are given (`out=`), a weight among them.
 
@@ -263,6 +284,7 @@ def _written(func: Any, args: tuple, kwargs: dict[str, Any], names: list[str]) -
         if not isinstance(output, CastWeight) and one.shape != output.shape:
             output.resize_(one.shape)
         values(output).copy_(one)
+        _note_written(output)
     written = tuple(outputs.values())
     return result if result is None else written[0] if len(written) == 1 else written
 

@@ -21,8 +21,6 @@ int64_t* numbers_of(const AnyView& array, const char* name, int64_t count) {
   return data_of<int64_t>(numbers);
 }
 
-bool same_device(DLDevice a, DLDevice b) { return a.device_type == b.device_type && a.device_id == b.device_id; }
-
 int64_t addresses(const AnyView* arguments, int32_t count) {
   check(count >= 2, "addresses takes out, expected and arrays");
   const int64_t arrays = count - 2;
@@ -68,14 +66,6 @@ int64_t count_steps(const AnyView* arguments, int32_t count) {
 }  // namespace
 }  // namespace cuda
 }  // namespace blockfp
-
-// Functions of as many arguments as there are arrays, which the macros for typed functions don't make.
-#define BLOCKFP_EXPORT_PACKED(name)                                                                                           \
-  extern "C" TVM_FFI_DLL_EXPORT int __tvm_ffi_##name(void*, const TVMFFIAny* arguments, int32_t count, TVMFFIAny* result) {   \
-    TVM_FFI_SAFE_CALL_BEGIN();                                                                                                \
-    *reinterpret_cast<tvm::ffi::Any*>(result) = blockfp::cuda::name(reinterpret_cast<const tvm::ffi::AnyView*>(arguments), count); \
-    TVM_FFI_SAFE_CALL_END();                                                                                                  \
-  }
 
 BLOCKFP_EXPORT_PACKED(addresses)
 BLOCKFP_EXPORT_PACKED(count_steps)

@@ -75,6 +75,7 @@ __device__ __forceinline__ void rotate_columns(Eight<T> (&x)[8], bool wanted) {
   constexpr uint32_t kFlips = 0xD7E8;
   const bool below = threadIdx.x & Step;
   const uint32_t flips = below ? kFlips >> 8 : kFlips;
+  const float sign = below ? -1.0f : 1.0f;
 #pragma unroll
   for (int pair = 0; pair < 4; ++pair) {
     Eight<T> own[8];
@@ -83,8 +84,8 @@ __device__ __forceinline__ void rotate_columns(Eight<T> (&x)[8], bool wanted) {
       own[r] = x[r];
       drop_smallest<T>(own[r], pair);
       if constexpr (T::kId == Fp32::kId) {
-        const uint32_t sign = flips << (31 - r) & 0x80000000u;
-        own[r].word[2 * pair] ^= sign, own[r].word[2 * pair + 1] ^= sign;
+        const uint32_t flip = flips << (31 - r) & 0x80000000u;
+        own[r].word[2 * pair] ^= flip, own[r].word[2 * pair + 1] ^= flip;
       } else {
         own[r].word[pair] ^= (flips >> r & 1) * 0x80008000u;
       }
@@ -106,8 +107,8 @@ __device__ __forceinline__ void rotate_columns(Eight<T> (&x)[8], bool wanted) {
       }
 #pragma unroll
       for (int r = 0; r < 8; ++r) {
-        const float other = __shfl_xor_sync(0xFFFFFFFFu, z[half][r], Step);
-        z[half][r] = __fadd_rn(other, below ? -z[half][r] : z[half][r]);
+        // A product that is exact, so that it and the sum are one step.
+        z[half][r] = __fmaf_rn(z[half][r], sign, __shfl_xor_sync(0xFFFFFFFFu, z[half][r], Step));
       }
     }
 #pragma unroll

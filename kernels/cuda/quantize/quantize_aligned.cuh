@@ -55,10 +55,11 @@ __device__ __forceinline__ int widened_magnitude(float y) {
 // Words of eight lines of a thread's piece: the upper half of a multiplier, and a shift. They stand for LineScales.
 struct AlignedWords {
   static constexpr int kPerWord = 2;
-  bool nan;  // some block of the tile holds a NaN or an Inf
+  static constexpr Range kBounds = Range::kAny;
+  bool care;  // some block of the tile holds a NaN or an Inf
   uint32_t word[8];
 
-  __device__ __forceinline__ AlignedWords(const uint32_t* from, bool any) : nan(any) {
+  __device__ __forceinline__ AlignedWords(const uint32_t* from, bool any) : care(any) {
 #pragma unroll
     for (int i = 0; i < 8; i += 4) {
       const uint4 four = *reinterpret_cast<const uint4*>(from + i);
@@ -80,7 +81,7 @@ struct AlignedWords {
   __device__ __forceinline__ uint2 aligned(int line, uint2 codes, int inside) const {
     uint2 out = aligned_eight<E>(codes, word[line]);
     // A block that is NaN ends where x does.
-    if (!E::kHasNan && nan) out = {first_bytes(out.x, inside), first_bytes(out.y, inside - 4)};
+    if (!E::kHasNan && care) out = {first_bytes(out.x, inside), first_bytes(out.y, inside - 4)};
     return out;
   }
 };

@@ -46,34 +46,41 @@ struct RowPiece {
     return amax_within_warp<E>([this](auto poison) { return amax<decltype(poison)::value>(); }, nan);
   }
 
-  // Codes of its groups, the first of which begins at element `index`.
+  // Codes of its groups, the first of which begins at element `index`; `care` as encode_scaled has it.
   template <Rounding R>
-  __device__ __forceinline__ void encode(float multiplier, bool nan, const TensorScale& tensor, const uint32_t* key, uint64_t index,
-                                         uint2 (&codes)[kGroups]) const {
+  __device__ __forceinline__ void encode(float multiplier, bool care, const uint32_t* key, uint64_t index, uint2 (&codes)[kGroups]) const {
     if constexpr (R == Rounding::kStochastic) {
-      const bool careful = nan || is_huge(tensor);
-      const TwoGroups groups{{multiplier, multiplier}, {__ldg(key), __ldg(key + 1)}, {index / 8, index / 8 + 1}, careful};
+      const TwoGroups groups{{multiplier, multiplier}, {__ldg(key), __ldg(key + 1)}, {index / 8, index / 8 + 1}, care};
       const uint2 both = encode_stochastic_groups<T>(x[0], x[1], groups);
       codes[0] = {both.x, 0}, codes[1] = {both.y, 0};
     } else {
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
-        codes[g] = encode_scaled<E, R>([&](int i) { return value<T>(x[g], i); }, multiplier, nan, key, index + 8 * g);
+        codes[g] = encode_scaled<E, R, kRange<Block>>([&](int i) { return value<T>(x[g], i); }, multiplier, care, key, index + 8 * g);
       }
     }
   }
 };
 
-// `Chooses`: 4-over-6.
-template <bool Chooses, int Block, class E, class T>
-__device__ __forceinline__ BlockScale<float> scale_of_piece(const RowPiece<E, Block, T>& piece, int32_t amax, const QuantizeArguments& a,
-                                                            const TensorScale& tensor) {
+// Scale and codes of a piece, the first of whose elements is `index`; `Chooses`: by 4-over-6.
+template <bool Chooses, Rounding R, int Block, class E, class T, class Codes>
+__device__ __forceinline__ BlockScale<float> quantize_piece(const RowPiece<E, Block, T>& piece, int32_t amax, bool nan,
+                                                            const QuantizeArguments& a, const TensorScale& tensor, uint64_t index,
+                                                            Codes& codes) {
+  const auto encode = [&](float multiplier) {
+    const bool care = nan || exceeds_range<Block>(amax, multiplier) || (Block == 16 && is_huge(tensor));
+    piece.template encode<R>(multiplier, care, a.row.key, index, codes);
+  };
+  BlockScale<float> scale;
   if constexpr (Chooses) {
     static_assert(Block == 16, "a thread holds a block");
-    return choose_scale<E, T>(piece.x, amax, a, tensor);
+    if constexpr (R == Rounding::kNearest) return choose_and_encode<T>(piece.x, amax, a, tensor, codes, encode);
+    scale = choose_scale<T>(piece.x, amax, a, tensor);
   } else {
-    return block_scale<E, Block>(amax, a, tensor);
+    scale = block_scale<E, Block>(amax, a, tensor);
   }
+  encode(scale.multiplier);
+  return scale;
 }
 
 // Of two levels nothing: an Inf shows in the amax of the tensor.
@@ -130,9 +137,8 @@ __global__ void __launch_bounds__(kRowThreads) quantize_rows_flat(const __grid_c
     bool nan;
     const int32_t amax = piece[u].amax_and_nan(nan);
     record_row<Block>(a, piece[u], amax);
-    const BlockScale<float> scale = scale_of_piece<Chooses>(piece[u], amax, a, tensor);
     uint2 codes[Piece::kGroups];
-    piece[u].template encode<R>(scale.multiplier, nan, tensor, a.row.key, index * kElements, codes);
+    const BlockScale<float> scale = quantize_piece<Chooses, R>(piece[u], amax, nan, a, tensor, index * kElements, codes);
     if (index >= pieces) continue;
     store_groups<E>(a.row.codes + index * E::kBits * Piece::kGroups, codes);
     if (Block != 0 && threadIdx.x % Piece::kLanes == 0) {
@@ -202,12 +208,11 @@ __global__ void __launch_bounds__(kRowThreads) quantize_rows_general(const __gri
     bool nan;
     const int32_t amax = piece[u].amax_and_nan(nan);
     record_row<Block>(a, piece[u], amax);
-    const BlockScale<float> scale = scale_of_piece<Chooses>(piece[u], amax, a, tensor);
     const int64_t batch = batch_of(row);
     const uint64_t global_row = batch * a.window.rows + a.window.row + row - batch * a.x.rows;
+    const uint64_t element = global_row * a.window.columns + a.window.column + column;
     uint2 codes[Piece::kGroups];
-    piece[u].template encode<Rounding::kGeneral>(scale.multiplier, nan, tensor, a.row.key,
-                                                 global_row * a.window.columns + a.window.column + column, codes);
+    const BlockScale<float> scale = quantize_piece<Chooses, Rounding::kGeneral>(piece[u], amax, nan, a, tensor, element, codes);
     pack_groups<E>(codes, words[u]);
     ends[u].put(words[u]);
     if (Block != 0 && row < lines && column < a.x.columns) {

@@ -6,6 +6,7 @@
 // (tile_codes.cuh).
 #pragma once
 
+#include "four_over_six.cuh"
 #include "hadamard.cuh"
 #include "sources.cuh"
 #include "tile_codes.cuh"
@@ -24,9 +25,9 @@ __device__ __forceinline__ TileOrigin tile_of_block(const Window& window, uint32
 }
 
 // Blocks of threads that a multiprocessor has registers for. Codes of less than a byte take more steps, and more warps to hide them; random
-// bytes take registers.
-template <class E, class T, Rounding R>
-constexpr int kTileBlocks = sizeof(typename T::Raw) == 4 || R == Rounding::kStochastic ? 2 : (E::kBits < 8 ? 4 : 3);
+// bytes take registers, as do the codes of two scales.
+template <class E, class T, Rounding R, bool Chooses = false>
+constexpr int kTileBlocks = sizeof(typename T::Raw) == 4 || R == Rounding::kStochastic ? 2 : (E::kBits < 8 && !Chooses ? 4 : 3);
 
 // What puts the scales in order (order_scales.cu) may be made ready; it waits for this kernel's end itself.
 __device__ __forceinline__ void launch_dependents() {
@@ -46,19 +47,38 @@ struct StagedSquare {
 template <int Block, bool Chooses, class E, class T, Rounding R>
 __device__ __forceinline__ void quantize_square(const Piece<E, T, R>& piece, const TensorScale& tensor, StagedSquare<E, Block, R>& shared) {
   const QuantizeArguments& a = piece.a;
+  using Codes = PieceCodes<E, T, R, kRange<Block>>;
   BlockScale<float> scale{0, tensor.multiplier};
+  int32_t amax = 0;
   bool nan = false;
+  KnownCodes chosen;
   if constexpr (Block == 0) {
     if (a.recorded != nullptr) raise_amax(a.recorded, piece.template amax<false>());
   } else {
     if constexpr (Block == 128) scale = shared.scale.decide(piece);
-    if constexpr (Block < 128) scale = scale_within_warp<Block, Chooses>(piece, tensor, nan);
+    if constexpr (Block < 128) {
+      amax = amax_of_square<Block>(piece, nan);
+      if constexpr (Chooses) {
+        const auto encode = [&](float multiplier, auto put) {
+          const bool care = nan || exceeds_range<Block>(amax, multiplier);
+          if constexpr (kToNearest<R>) Codes(piece, care, tensor).rows([=](int) { return multiplier; }, put);
+        };
+        scale = choose_square(piece, amax, tensor, chosen, encode);
+      } else {
+        scale = block_scale<E, Block>(amax, a, tensor);
+      }
+    }
     if constexpr (Block != 16) {
       if (kOfGroups<R> || a.recorded != nullptr) note_overflow<R>(a, piece.template amax<false>());
     }
     store_square_scale<Block>(piece, nan ? kNanMark<E, Block> : scale.stored);
   }
-  encode_both(piece, PieceCodes<E, T, R>(piece, nan, tensor), scale.multiplier, shared.codes);
+  if constexpr (Chooses && kToNearest<R>) {
+    encode_both(piece, chosen, scale.multiplier, shared.codes);
+  } else {
+    const bool care = nan || exceeds_range<Block>(amax, scale.multiplier);
+    encode_both(piece, Codes(piece, care, tensor), scale.multiplier, shared.codes);
+  }
   if (a.column.codes == nullptr) return;
   __syncthreads();
   shared.codes.columns.copy_out(piece);
@@ -66,7 +86,7 @@ __device__ __forceinline__ void quantize_square(const Piece<E, T, R>& piece, con
 
 // One scale for both directions; `Chooses`: by 4-over-6.
 template <class E, int Block, class T, Rounding R, class Source, bool Chooses>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T, R>)
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T, R, Chooses>)
     quantize_one_scale(const __grid_constant__ QuantizeArguments a, uint32_t across, uint32_t down, uint32_t strip, bool vectors) {
   __shared__ __align__(16) StagedSquare<E, Block, R> shared;
   Piece<E, T, R> piece(a, tile_of_block(a.window, across, down, strip));
@@ -137,7 +157,7 @@ template <class E, class T, Rounding R>
 __device__ __forceinline__ void quantize_wide_lines(const Piece<E, T, R>& piece, StagedWide<E, T, R>& shared) {
   const QuantizeArguments& a = piece.a;
   shared.scales.decide(piece);
-  const PieceCodes<E, T, R> codes(piece, false, {});
+  const PieceCodes<E, T, R, Range::kAny> codes(piece, false, {});
   float multipliers[8];
   if (a.row.codes != nullptr) {
     RowOutput<E, T, R> out(piece, shared.codes);

@@ -66,9 +66,6 @@ __device__ __forceinline__ uint2 encode_stochastic_groups(const Eight<T>& x, con
   }
 }
 
-// Whether blocks of a tensor with this scale may be that large: an E4M3 scale is at most 448.
-__device__ __forceinline__ bool is_huge(const TensorScale& tensor) { return tensor.decode > 0x1p100f; }
-
 // Codes of two groups of eight, a word each.
 template <class T>
 __device__ __forceinline__ uint2 encode_stochastic_groups(const Eight<T>& x, const Eight<T>& y, const TwoGroups& g) {

@@ -163,14 +163,15 @@ class RowOutput {
   uint2 above_;
 };
 
-template <class E, class T, Rounding R>
+template <class E, class T, Rounding R, Range Bounds>
 class PieceCodes {
  public:
   using P = Piece<E, T, R>;
   static constexpr int kRows = P::kRows;
 
-  __device__ __forceinline__ PieceCodes(const P& piece, bool nan, const TensorScale& tensor)
-      : piece_(piece), nan_(nan || (R == Rounding::kStochastic && is_huge(tensor))) {}
+  // `care` as encode_scaled has it, but for what the tensor tells.
+  __device__ __forceinline__ PieceCodes(const P& piece, bool care, const TensorScale& tensor)
+      : piece_(piece), care_(care || (Bounds == Range::kBounded && is_huge(tensor))) {}
 
   // `multiplier` takes a row, `put` a row and its codes.
   template <class Multiplier, class Put>
@@ -184,7 +185,7 @@ class PieceCodes {
       const uint64_t first = (row * w.columns + column) / 8, step = w.columns / 8;
 #pragma unroll
       for (int r = 0; r < kRows; r += 2) {
-        const TwoGroups groups{{multiplier(r), multiplier(r + 1)}, {key[0], key[1]}, {first + r * step, first + (r + 1) * step}, nan_};
+        const TwoGroups groups{{multiplier(r), multiplier(r + 1)}, {key[0], key[1]}, {first + r * step, first + (r + 1) * step}, care_};
         const uint2 codes = encode_stochastic_groups<T>(piece_.x[r], piece_.x[r + 1], groups);
         put(r, {codes.x, 0});
         put(r + 1, {codes.y, 0});
@@ -192,8 +193,8 @@ class PieceCodes {
     } else {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        put(r, encode_scaled<E, R>([&](int i) { return value<T>(piece_.x[r], i); }, multiplier(r), nan_, a.row.key,
-                                   (row + r) * w.columns + column));
+        put(r, encode_scaled<E, R, Bounds>([&](int i) { return value<T>(piece_.x[r], i); }, multiplier(r), care_, a.row.key,
+                                           (row + r) * w.columns + column));
       }
     }
   }
@@ -210,7 +211,7 @@ class PieceCodes {
       const uint64_t first = (column * w.rows + row) / 8, step = w.rows / 8;
 #pragma unroll
       for (int j = 0; j < 8; j += 2) {
-        const TwoGroups groups{{multiplier(j), multiplier(j + 1)}, {key[0], key[1]}, {first + j * step, first + (j + 1) * step}, nan_};
+        const TwoGroups groups{{multiplier(j), multiplier(j + 1)}, {key[0], key[1]}, {first + j * step, first + (j + 1) * step}, care_};
         const uint2 codes = encode_stochastic_groups<T>(column_of(j), column_of(j + 1), groups);
         put(j, {codes.x, 0});
         put(j + 1, {codes.y, 0});
@@ -218,8 +219,8 @@ class PieceCodes {
     } else {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        put(j, encode_scaled<E, R>([&](int i) { return value<T>(piece_.x[i], j); }, multiplier(j), nan_, a.column.key,
-                                   (column + j) * w.rows + row));
+        put(j, encode_scaled<E, R, Bounds>([&](int i) { return value<T>(piece_.x[i], j); }, multiplier(j), care_, a.column.key,
+                                           (column + j) * w.rows + row));
       }
     }
   }
@@ -239,7 +240,7 @@ class PieceCodes {
   }
 
   const P& piece_;
-  bool nan_;  // or what else needs care, see stochastic_e2m1.cuh
+  bool care_;
 };
 
 // Takes a column and its codes to where they gather; to be called for one column after the other, by every lane of the warp.
@@ -264,8 +265,8 @@ __device__ __forceinline__ auto staged(const Piece<E, T, R>& piece, StagedCodes<
 }
 
 // Codes of both directions by one multiplier. Those of the columns are the rows' transposed, where that is so; 6-bit ones are made again.
-template <class E, class T, Rounding R>
-__device__ __forceinline__ void encode_both(const Piece<E, T, R>& piece, const PieceCodes<E, T, R>& codes, float multiplier,
+template <class E, class T, Rounding R, class Codes>
+__device__ __forceinline__ void encode_both(const Piece<E, T, R>& piece, const Codes& codes, float multiplier,
                                             StagedCodes<E, R>& staging) {
   const QuantizeArguments& a = piece.a;
   const auto same = [&](int) { return multiplier; };
@@ -370,10 +371,10 @@ __device__ __forceinline__ void encode_rows(const Piece<E, T, R>& piece, const S
   uint32_t words[kDepth / Scales::kPerWord];
   scales.gather(words);
   if constexpr (kMultipliesPairs<E, T, R> && Scales::kPerWord == 2) {
-    if (E::kHasNan || !scales.nan) return rows_by_pairs<E, R>(piece, words, put);
+    if (E::kHasNan || !scales.care) return rows_by_pairs<E, R>(piece, words, put);
   }
   if constexpr (!kMultipliesPairs<E, T, R> || Scales::kPerWord == 1 || !E::kHasNan) {
-    PieceCodes<E, T, R>(piece, scales.nan, tensor).rows([&](int r) { return scales.multiplier(words, r); }, put);
+    PieceCodes<E, T, R, Scales::kBounds>(piece, scales.care, tensor).rows([&](int r) { return scales.multiplier(words, r); }, put);
   }
 }
 
@@ -383,10 +384,10 @@ __device__ __forceinline__ void encode_columns(const Piece<E, T, R>& piece, cons
   uint32_t words[8 / Scales::kPerWord];
   scales.gather(words);
   if constexpr (kMultipliesPairs<E, T, R> && Scales::kPerWord == 2) {
-    if (E::kHasNan || !scales.nan) return columns_by_pairs<E, R>(piece, words, put);
+    if (E::kHasNan || !scales.care) return columns_by_pairs<E, R>(piece, words, put);
   }
   if constexpr (!kMultipliesPairs<E, T, R> || Scales::kPerWord == 1 || !E::kHasNan) {
-    PieceCodes<E, T, R>(piece, scales.nan, tensor).columns([&](int j) { return scales.multiplier(words, j); }, put);
+    PieceCodes<E, T, R, Scales::kBounds>(piece, scales.care, tensor).columns([&](int j) { return scales.multiplier(words, j); }, put);
   }
 }
 

@@ -3,7 +3,6 @@
 
 #include <type_traits>
 
-#include "four_over_six.cuh"
 #include "scales_by_tile.cuh"
 #include "tile_piece.cuh"
 
@@ -43,20 +42,14 @@ __device__ __forceinline__ TensorScales tensor_scales(const QuantizeArguments& a
   return scales;
 }
 
-// The scale of a square block that lies in a warp; `Chooses`: by 4-over-6.
-template <int Block, bool Chooses, class E, class T, Rounding R>
-__device__ __forceinline__ BlockScale<float> scale_within_warp(const Piece<E, T, R>& piece, const TensorScale& tensor, bool& nan) {
+// The amax of a square block that lies in a warp, and whether it holds a NaN that E has no code for.
+template <int Block, class E, class T, Rounding R>
+__device__ __forceinline__ int32_t amax_of_square(const Piece<E, T, R>& piece, bool& nan) {
   constexpr int kLanesDown = Block / kDepth, kLanesAcross = Block / 8;
   const auto amax = [&](auto poison) {
     return lanes_max<kLanesDown, 8>(lanes_max<kLanesAcross>(piece.template amax<decltype(poison)::value>()));
   };
-  const int32_t most = amax_within_warp<E>(amax, nan);
-  if constexpr (Chooses) {
-    static_assert(Block == 16, "four lanes hold a block");
-    return choose_square_scale(piece, most, tensor);
-  } else {
-    return block_scale<E, Block>(most, piece.a, tensor);
-  }
+  return amax_within_warp<E>(amax, nan);
 }
 
 // The scale of the square block that is a tile, which meets in shared memory.
@@ -112,14 +105,15 @@ struct LineScales {
   static_assert(Share::kSame == 1 && kMine % 2 == 0, "each lane has lines of its own, two by two");
   // MX multipliers are powers of two, whose upper halves say all: two in a word. Others take a word each.
   static constexpr int kPerWord = Block == 32 ? 2 : 1;
+  static constexpr Range kBounds = kRange<Block>;
 
-  bool nan;  // some line of the warp holds one or an Inf, and E has no code for it
+  bool care;  // some line of the warp holds a NaN or an Inf, for which E has no code, or exceeds the range
 
   // `amaxes` fills words with the parts of this lane; `store` takes a line and its stored scale. Every lane of the warp must come here.
   template <class Amaxes, class Store>
   __device__ __forceinline__ void decide(Amaxes amaxes, const QuantizeArguments& a, const TensorScale& tensor, Store store) {
     uint32_t most[kWordCount], poisoned[Share::kMine];
-    nan = false;
+    care = false;
     if constexpr (E::kHasNan) {
       amaxes(std::false_type{}, most);
       Share::template reduce<T, false>(most);
@@ -127,22 +121,25 @@ struct LineScales {
       amaxes(std::true_type{}, most);
       Share::template reduce<T, true>(most);
 #pragma unroll
-      for (int i = 0; i < kMine; ++i) nan = nan || magnitude<true>(most, i) >= kInfinity;
+      for (int i = 0; i < kMine; ++i) care = care || magnitude<true>(most, i) >= kInfinity;
 #pragma unroll
       for (int i = 0; i < Share::kMine; ++i) poisoned[i] = most[i];
-      nan = __any_sync(0xFFFFFFFFu, nan);
-      if (nan) {
+      care = __any_sync(0xFFFFFFFFu, care);
+      if (care) {
         amaxes(std::false_type{}, most);
         Share::template reduce<T, false>(most);
       }
     }
     const int first = Share::first() * kLinesPerWord<T>;
+    bool exceeds = false;
 #pragma unroll
     for (int i = 0; i < kMine; i += 2) {
       uint32_t multiplier[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const BlockScale<float> scale = block_scale<E, Block>(magnitude<false>(most, i + h), a, tensor);
+        const int32_t amax = magnitude<false>(most, i + h);
+        const BlockScale<float> scale = block_scale<E, Block>(amax, a, tensor);
+        exceeds = exceeds || exceeds_range<Block>(amax, scale.multiplier);
         const bool marked = !E::kHasNan && magnitude<true>(poisoned, i + h) > kInfinity;
         store(first + i + h, marked ? kNanMark<E, Block> : scale.stored);
         multiplier[h] = __float_as_uint(scale.multiplier);
@@ -153,6 +150,7 @@ struct LineScales {
         mine_[i] = multiplier[0], mine_[i + 1] = multiplier[1];
       }
     }
+    if constexpr (kBounds == Range::kBounded) care = __any_sync(0xFFFFFFFFu, care || exceeds);
   }
 
   // Words with the multipliers of all lines. Every lane of the warp must come here.

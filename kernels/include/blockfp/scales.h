@@ -104,6 +104,15 @@ BLOCKFP_HD BlockScale<F> e4m3_scale(Int<F> amax, float tensor_multiplier, float 
   return {stored, from_bits<F>(smaller<I>(inverse, splat<I>(kFp32Max)))};
 }
 
+// Delayed scaling's next scale: `target`, MAX * 2^-margin, over the amax of the steps before; the old one where that isn't above 0.
+template <class F>
+BLOCKFP_HD F delayed_scale(Int<F> amax, F target, F scale) {
+  using I = Int<F>;
+  I divisor = amax > 0 ? smaller<I>(amax, splat<I>(kInfinity)) : splat<I>(kOne);
+  I quotient = smaller<I>(to_bits(divide(target, from_bits<F>(divisor))), splat<I>(kFp32Max));
+  return from_bits<F>(amax > 0 ? quotient : to_bits(scale));
+}
+
 // Value of a stored scale: fp32 bits as they are, an E8M0 byte, or an E4M3 byte times the tensor's scale.
 template <ScaleRule R, class F>
 BLOCKFP_HD F decode_scale(Int<F> stored, float tensor_scale) {
