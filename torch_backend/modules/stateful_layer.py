@@ -147,8 +147,8 @@ class StatefulLayer(RecipeLayer):
         if buffers["input_scale"] is not None:
             own: Any = self._parameters
             weight = own["weight"] if "weight" in own else None  # noqa: SIM401
-            if type(weight) is CastWeight and not torch.compiler.is_compiling() and weight.written[0]:
-                look_at_written(self, weight.written)
+            if type(weight) is CastWeight and not torch.compiler.is_compiling() and weight._noted[0]:
+                look_at_written(self, weight._noted)
         key = buffers["rng_key"]
         rank = 0 if key is None or self.keyed_by_unit else data_rank(self.data_rank)
         history, gradient_history = buffers["input_amax_history"], buffers["gradient_amax_history"]

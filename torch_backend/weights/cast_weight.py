@@ -89,15 +89,15 @@ class CastWeight(Wrapper):
         format: what it is quantized to.
         whole: shape of what FSDP2 divides: the unsharded weight, or what tensor parallelism left of it.
         cut: this rank's part, where tensor parallelism cut the weight before FSDP2 divides it; else None.
-        written: whether the values were written in place since the layer last looked, in a list that all have that share
-            their memory. torch's own count leaves out what is written through `.data`.
     """
 
     values: Tensor
     format: Format
     whole: tuple[int, ...]
     cut: TensorParallelShard | None
-    written: list[bool]
+    # Whether the values were written in place since the layer last looked, in a list that all have that share their memory.
+    # torch's own count leaves out what is written through `.data`.
+    _noted: list[bool]
 
     __torch_function__ = NO_TORCH_FUNCTION
 
@@ -111,7 +111,7 @@ class CastWeight(Wrapper):
         self.format = format
         self.whole = whole
         self.cut = cut
-        self.written = [False]
+        self._noted = [False]
         forbid_pointer(self)
 
     @classmethod
@@ -205,7 +205,7 @@ class CastWeight(Wrapper):
 
         def shared(new: CastWeight) -> CastWeight:
             if func in _SHARE_MEMORY:
-                new.written = weight.written
+                new._noted = weight._noted
             return new
 
         with viewing(weight):
@@ -257,7 +257,7 @@ def _is_multiplied(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
 def _note_written(into: Any) -> None:
     for each in into if isinstance(into, (list, tuple)) else (into,):
         if isinstance(each, CastWeight):
-            each.written[0] = True
+            each._noted[0] = True
 
 
 def _written(func: Any, args: tuple, kwargs: dict[str, Any], names: list[str]) -> Any:
