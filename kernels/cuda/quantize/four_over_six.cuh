@@ -78,6 +78,9 @@ __device__ __forceinline__ void for_each_lane(bool wanted, Each each) {
 
 // ---- by estimates
 
+// Whether estimates hold for a tensor: nothing that its formulas come by is subnormal or Inf.
+__device__ __forceinline__ bool is_plain(float tensor_amax) { return tensor_amax >= 0x1p-80f && tensor_amax <= 0x1p110f; }
+
 // amax / 6, rounded once, as a division does it but for numbers that are tiny or huge: the remainder corrects the product.
 __device__ __forceinline__ float divide_by_max(float amax) {
   static_assert(E2M1::kMax == 6, "held against divisions of every mantissa");
@@ -152,17 +155,13 @@ class Estimates {
   template <int Elements>
   __device__ __forceinline__ bool is_sure() const {
     static_assert(Elements == 16 || Elements == 256, "counted for these");
-    const bool squares = squares_errors(rule_);
-    const float units[2] = {squares ? units_[0] * units_[0] : units_[0], squares ? units_[1] * units_[1] : units_[1]};
-    const float margin = (units[0] + units[1]) * (Elements == 16 ? 0x1p-13f : 0x1p-9f) * (squares ? 2 * kDown * kDown : kDown);
+    const float margin =
+        (weight(0) + weight(1)) * (Elements == 16 ? 0x1p-13f : 0x1p-9f) * (squares_errors(rule_) ? 2 * kDown * kDown : kDown);
     if (empty_) return sums_[0] == 0.0f;  // not with a NaN
-    return valid_ && margin > 0x1p-100f && fabsf(units[0] * sums_[0] - units[1] * sums_[1]) > margin;
+    return valid_ && margin > 0x1p-100f && fabsf(error(0) - error(1)) > margin;
   }
 
-  __device__ __forceinline__ bool takes_4() const {
-    const bool squares = squares_errors(rule_);
-    return (squares ? units_[1] * units_[1] : units_[1]) * sums_[1] < (squares ? units_[0] * units_[0] : units_[0]) * sums_[0];
-  }
+  __device__ __forceinline__ bool takes_4() const { return error(1) < error(0); }
 
   __device__ __forceinline__ BlockScale<float> chosen() const {
     const bool four = takes_4();
@@ -192,6 +191,10 @@ class Estimates {
     }
     return codes;
   }
+
+  // What a distance counts, or its square.
+  __device__ __forceinline__ float weight(int k) const { return squares_errors(rule_) ? units_[k] * units_[k] : units_[k]; }
+  __device__ __forceinline__ float error(int k) const { return weight(k) * sums_[k]; }
 
   ScaleRule rule_;
   bool empty_, valid_;  // all are zeros or NaN; estimates tell something of the block: no Inf, nothing beyond the largest code

@@ -55,23 +55,6 @@ BLOCKFP_HD F four_over_six_error(F value, F magnitude, ScaleRule rule) {
   return squares_errors(rule) ? multiply(error, error) : from_bits<F>(to_bits(error) & kMagnitude);
 }
 
-// Whether scales by powers of two are exact for all values of a tensor: none is subnormal or Inf.
-BLOCKFP_HD bool is_plain(float tensor_amax) { return tensor_amax >= 0x1p-80f && tensor_amax <= 0x1p110f; }
-
-// four_over_six_value of the code of `scaled`, a magnitude times the multiplier, in a plain tensor: from the values of 1 and of 1.5,
-// since the others are these times powers of two.
-template <class E, class F>
-BLOCKFP_HD F four_over_six_plain_value(F scaled, F of_one, F of_three_halves) {
-  static_assert(E::kId == E2M1::kId, "one mantissa bit");
-  using I = Int<F>;
-  const I a = smaller<I>(to_bits(scaled), splat<I>(E::kMaxBits));
-  // 2^23 times the spacing, which fp32's own rounding cuts off.
-  const F shift = from_bits<F>(detail::spacing_field<E, F>(a) + ((23 - E::kMantissaBits) << 23));
-  const I nearest = to_bits(add(add(from_bits<F>(a), shift), from_bits<F>(to_bits(shift) ^ INT32_MIN)));
-  const F base = (nearest & 0x400000) != 0 ? of_three_halves : of_one;
-  return multiply(from_bits<F>(nearest & kInfinity), base);
-}
-
 // Errors of a block from those of its 16 rows, which are overwritten.
 BLOCKFP_HD float four_over_six_sum(float* rows) {
   for (int half = kFourOverSixSide / 2; half > 0; half /= 2) {
