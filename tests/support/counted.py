@@ -20,6 +20,11 @@ def profiled(profile):
         gc.enable()
 
 
+def of_blockfp(frame):
+    """Whether a frame runs a file of blockfp. The path doesn't say so: a checkout named blockfp may hold torch in its .venv."""
+    return frame.f_globals.get("__name__", "").split(".")[0] == "blockfp" and not frame.f_code.co_filename.startswith("<")
+
+
 @contextmanager
 def alone():
     """Hides other tests' layers with delayed scaling from optimizers, which ask all of them; they ask in any case."""

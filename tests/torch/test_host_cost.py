@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from arrays import values
-from counted import alone, profiled
+from counted import alone, of_blockfp, profiled
 
 import blockfp.torch as bfp
 
@@ -59,7 +59,7 @@ def entered(call):
     def profile(frame, event, _):
         nonlocal builtins
         code = frame.f_code
-        if "torch_backend" in code.co_filename or "/blockfp/" in code.co_filename:
+        if of_blockfp(frame):
             if event == "call":
                 found[code.co_filename.rsplit("/", 1)[-1], code.co_name] += 1
             builtins += event == "c_call"
