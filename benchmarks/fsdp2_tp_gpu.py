@@ -10,7 +10,7 @@ its own `parallelize_module`; every contender has the same shapes and its blocks
 
 Gathers count as a whole, of which the other ranks' share has travelled. In blocks of one row an operand is gathered rowwise
 and columnwise, one byte an element each in FP8, which is what bf16 sends at once; with one scale per tensor the gradient's
-other orientation is derived. docs/parallelism.md has the table.
+other orientation is derived. docs/benchmarks.md has the table.
 
 `--memory` is for one GPU: the peak of a step where the weights are DTensors on a mesh of one rank, with and without sequence
 parallelism, beside the same model never parallelized.

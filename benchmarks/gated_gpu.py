@@ -11,8 +11,6 @@ bytes that they have to read and write. Figures are medians of rounds that take 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -24,30 +22,20 @@ from blockfp.torch_backend.custom_ops.activations import activate, gate_and_up, 
 from blockfp.torch_backend.custom_ops.gated_ops import gated_gradient, quantize_gated
 from blockfp.torch_backend.custom_ops.operand_ops import tensor_amax
 from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
+from turns import milliseconds, write_record
 
 from blockfp.formats import Format
 from blockfp.kernels import cuda_library
 
 FORMATS = ("fp8_e4m3", "fp8_e4m3_1x128", "mxfp8_e4m3", "mxfp6_e3m2", "mxfp4_e2m1", "nvfp4")
+STEPS, WARM = 20, 3
 CASES = (("silu", "apart"), ("silu", "pairs"), ("gelu_tanh", "alone"))
-
-
-def milliseconds(run: Callable[[], object], steps: int = 20) -> float:
-    for _ in range(3):
-        run()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(steps):
-        run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / steps
 
 
 def copy_milliseconds(elements: int) -> float:
     x = torch.empty(elements, dtype=torch.bfloat16, device="cuda")
     y = torch.empty_like(x)
-    return milliseconds(lambda: y.copy_(x))
+    return milliseconds(lambda: y.copy_(x), STEPS, WARM)
 
 
 def written_bytes(f: Format, directions: int) -> float:
@@ -139,7 +127,7 @@ def main() -> None:
             continue
         made = norm_cases(rows, options.hidden) if kind == "norm" else gated_cases(kind, layout, rows, columns)
         for name, (runs, moved) in made.items():
-            times = [[milliseconds(run) for run in runs] for _ in range(options.rounds)]
+            times = [[milliseconds(run, STEPS, WARM) for run in runs] for _ in range(options.rounds)]
             ours, theirs, *rest = (statistics.median(column) for column in zip(*times, strict=True))
             share = moved / ours / 1e6 / copy
             results[" ".join(filter(None, (kind, layout, name)))] = {
@@ -153,15 +141,7 @@ def main() -> None:
                 f"{share:.2f} of a copy{''.join(f', compiled {c:7.3f} ms, {c / ours:5.2f}x' for c in rest)}",
                 flush=True,
             )
-    if options.json:
-        about = {
-            "shape": [rows, columns],
-            "hidden": options.hidden,
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        }
-        options.json.write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
+    write_record(options.json, results, shape=[rows, columns], hidden=options.hidden)
 
 
 if __name__ == "__main__":

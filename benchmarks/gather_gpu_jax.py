@@ -12,6 +12,7 @@ JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=2 in front an
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import math
 import re
@@ -104,8 +105,8 @@ def main() -> None:
         raise SystemExit(f"two devices are wanted, JAX has {jax.device_count()}")
     mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
     shape = (options.rows, options.columns)
-    about = {"shape": shape, "weights": options.weights, "devices": jax.device_count(),
-             "device": jax.devices()[0].device_kind, "jax": jax.__version__}  # fmt: skip
+    about = {"date": datetime.date.today().isoformat(), "shape": shape, "weights": options.weights,
+             "devices": jax.device_count(), "device": jax.devices()[0].device_kind, "jax": jax.__version__}  # fmt: skip
     print(json.dumps(about), flush=True)
     results: list[dict[str, Any]] = []
 

@@ -9,14 +9,12 @@ Rounds of all contenders take turns, each warmed up by as many steps as are time
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import statistics
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from turns import in_turns, kernels, medians, write_record
 
 import blockfp.torch as bfp
 from blockfp import recipes
@@ -41,7 +39,6 @@ class Contender:
 
     def __init__(self, name: str, tokens: int, features: int, ffn: int):
         torch.manual_seed(0)
-        self.name = name
         self.model = MLP(features, ffn)
         if name != "bf16":
             recipe, _, weights = name.partition("+")
@@ -57,30 +54,6 @@ class Contender:
             param.grad = None
         self.model(self.x).backward(self.gradient)
 
-    def milliseconds(self, steps: int) -> float:
-        # The GPU's clock follows its power: what ran before must not help or hinder.
-        for _ in range(steps):
-            self.step()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(steps):
-            self.step()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / steps
-
-
-def profile(contender: Contender) -> str:
-    """A table of the kernels of three steps."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-        for _ in range(3):
-            contender.step()
-        torch.cuda.synchronize()
-    lines = []
-    for event in sorted(found.key_averages(), key=lambda e: -e.self_device_time_total)[:24]:
-        lines.append(f"{event.self_device_time_total / 3000:8.3f} ms {event.count / 3:6.1f} x  {event.key[:110]}")
-    return "\n".join(lines)
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -91,35 +64,24 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     assert cuda_library.available(), cuda_library.status()
-    contenders = []
+    shape = (options.tokens, options.features, options.ffn)
+    contenders = {}
     for name in ("bf16", *options.recipes):
-        one = Contender(name, options.tokens, options.features, options.ffn)
+        contenders[name] = Contender(name, *shape).step
         for _ in range(3):
-            one.step()
-        contenders.append(one)
+            contenders[name]()
         print(f"{name}: compiled", flush=True)
-    rounds: dict[str, list[float]] = {one.name: [] for one in contenders}
-    for _ in range(options.rounds):
-        for one in contenders:
-            rounds[one.name].append(one.milliseconds(options.steps))
-    base = statistics.median(rounds["bf16"])
+    rounds = in_turns(contenders, options.rounds, options.steps)
+    found = medians(rounds)
     results = {}
-    for name, times in rounds.items():
-        median = statistics.median(times)
-        results[name] = {"ms": median, "speedup": base / median, "goal": GOALS.get(name), "rounds": times}
+    for name, ms in found.items():
+        speedup = found["bf16"] / ms
+        results[name] = {"ms": ms, "speedup": speedup, "goal": GOALS.get(name), "rounds": rounds[name]}
         goal = f"(goal {GOALS[name]})" if name in GOALS else ""
-        print(f"{name:30} {median:8.3f} ms  {base / median:.3f}x {goal}", flush=True)
-    for one in contenders:
-        if one.name in options.profile:
-            print(f"\n{one.name}\n{profile(one)}", flush=True)
-    if options.json:
-        about = {
-            "shape": [options.tokens, options.features, options.ffn],
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        }
-        options.json.write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
+        print(f"{name:30} {ms:8.3f} ms  {speedup:.3f}x {goal}", flush=True)
+    write_record(options.json, results, shape=shape)
+    for name in options.profile:
+        print(f"\n{name}\n{kernels(contenders[name])}", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ expert after another.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import statistics
 import time
@@ -125,7 +126,8 @@ def main() -> None:
     options = parser.parse_args()
     sizes = (options.tokens, options.features, options.ffn, options.experts)
     flags = {"xla_gpu_enable_triton_gemm": False} if options.no_triton else {}
-    about = {"shape": sizes, "device": jax.devices()[0].device_kind, "jax": jax.__version__, "compiler_options": flags,
+    about = {"date": datetime.date.today().isoformat(), "shape": sizes, "device": jax.devices()[0].device_kind,
+             "jax": jax.__version__, "compiler_options": flags,
              "the library for products": choice.missing_product(least_cublas(BLOCK_SCALES)) or "yes"}  # fmt: skip
     print(json.dumps(about), flush=True)
     base, seconds = compiled("bf16", sizes, flags)

@@ -9,7 +9,6 @@ those that a rank sends in one step, to itself included. Contenders take turns; 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -115,14 +114,13 @@ def main() -> None:
             dist.barrier()
             times[name].append(ranks.timed(step))
     medians = ranks.slowest((statistics.median(own) for own in times.values()), device)
-    found = {}
+    rows = []
     for name, ms in zip(times, medians, strict=True):
-        found[name] = {"ms": ms, "MiB": bytes_sent(None if name == "bf16" else name, options.tokens) / 2**20}
-    if dist.get_rank() == 0:
-        for name, row in found.items():
-            print(f"{name:12} {row['ms']:8.3f} ms  {row['MiB']:8.1f} MiB sent by a rank", flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(found, indent=1) + "\n")
+        sent = bytes_sent(None if name == "bf16" else name, options.tokens) / 2**20
+        rows.append({"contender": name, "ms": ms, "MiB": sent})
+        ranks.say(f"{name:12} {ms:8.3f} ms  {sent:8.1f} MiB sent by a rank")
+    if options.json:
+        ranks.report(options.json, rows, tokens=options.tokens, experts=EXPERTS)
     ranks.finish()
 
 

@@ -10,14 +10,13 @@ each warmed up by as many steps as are timed; the figure is the median. The MoE 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from turns import in_turns, kernels, medians, write_record
 
 import blockfp.torch as bfp
 from blockfp.kernels import cuda_library
@@ -38,27 +37,10 @@ def uneven(experts: int, tokens: int) -> Tensor:
     return ends.diff(prepend=ends.new_zeros(1)).cuda()
 
 
-def milliseconds(step: Callable[[], None], steps: int) -> float:
-    # The GPU's clock follows its power: what ran before must not help or hinder.
-    for _ in range(steps):
-        step()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(steps):
-        step()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / steps
-
-
-def medians(contenders: dict[str, Callable[[], None]], rounds: int, steps: int) -> dict[str, float]:
-    times: dict[str, list[float]] = {name: [] for name in contenders}
+def timed(contenders: dict[str, Callable[[], None]], rounds: int, steps: int) -> dict[str, float]:
     for step in contenders.values():
         step()
-    for _ in range(rounds):
-        for name, step in contenders.items():
-            times[name].append(milliseconds(step, steps))
-    return {name: statistics.median(own) for name, own in times.items()}
+    return medians(in_turns(contenders, rounds, steps))
 
 
 def layer_step(recipe: str | None, counts: Tensor, x: Tensor, gradient: Tensor, out: int) -> Callable[[], None]:
@@ -131,18 +113,6 @@ def block_step(recipe: str | None, compiled: bool, x: Tensor, gradient: Tensor) 
     return step
 
 
-def profile(step: Callable[[], None]) -> str:
-    """A table of the kernels of three steps."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-        for _ in range(3):
-            step()
-        torch.cuda.synchronize()
-    lines = []
-    for event in sorted(found.key_averages(), key=lambda e: -e.self_device_time_total)[:20]:
-        lines.append(f"{event.self_device_time_total / 3000:8.3f} ms {event.count / 3:6.1f} x  {event.key[:110]}")
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--recipes", nargs="*", default=["fp8_current", "fp8_block", "mxfp8"])
@@ -162,14 +132,14 @@ def main() -> None:
         gradient = torch.randn(tokens, out, device="cuda").bfloat16() / tokens
         names = [None, *options.recipes]
         contenders = {name or "bf16": layer_step(name, counts, x, gradient, out) for name in names}
-        found = medians(contenders, options.rounds, options.steps)
+        found = timed(contenders, options.rounds, options.steps)
         results[" x ".join(map(str, shape))] = found
         spread = f"{int(counts.min())} to {int(counts.max())} rows"
         print(f"{experts} experts, {tokens} x {features} -> {out}, {spread}; goal {GOALS[shape]} ms", flush=True)
         for name, ms in found.items():
             print(f"  {name:12} {ms:8.3f} ms  {found['bf16'] / ms:.2f}x", flush=True)
         for name in options.profile:
-            print(profile(contenders[name]), flush=True)
+            print(kernels(contenders[name]), flush=True)
         del contenders, x, gradient
     if not options.no_block:
         x = torch.randn(options.tokens, 2048, device="cuda").bfloat16().requires_grad_()
@@ -177,16 +147,14 @@ def main() -> None:
         print(f"MoE layer, {options.tokens} tokens", flush=True)
         for compiled in (False, True):
             names = [None, *options.recipes]
-            found = medians(
+            found = timed(
                 {name or "bf16": block_step(name, compiled, x, gradient) for name in names}, options.rounds, options.steps
             )
             kind = "compiled" if compiled else "eager"
             results[f"layer {kind}"] = found
             for name, ms in found.items():
                 print(f"  {kind:8} {name:12} {ms:8.3f} ms  {found['bf16'] / ms:.2f}x", flush=True)
-    if options.json:
-        about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-        options.json.write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
+    write_record(options.json, results)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ blockfp/kernels/product_table.py, by which products choose.
 from __future__ import annotations
 
 import argparse
+import datetime
 import functools
 import json
 import math
@@ -23,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from blockfp.torch_backend.custom_ops import cuda_layouts
 from torch.nn.functional import ScalingType
+from turns import in_turns
 
 import blockfp.torch as bfp
 from blockfp.definition import layout
@@ -63,16 +65,6 @@ TILES = ("128x192", "wide 128x128")
 TURNS, SECONDS = 9, 0.012
 
 
-def once(run: Callable[[], object], calls: int) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(calls):
-        run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / calls
-
-
 def measure(kinds: dict[str, Callable[[], object]], operations: float) -> dict[str, int | str]:
     """TFLOP/s of each kind, or the error that it raises."""
     found: dict[str, int | str] = {}
@@ -84,10 +76,7 @@ def measure(kinds: dict[str, Callable[[], object]], operations: float) -> dict[s
             found[name] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
             del kinds[name]
     calls = max(2, int(SECONDS * 8e14 / operations))
-    times: dict[str, list[float]] = {name: [] for name in kinds}
-    for _ in range(TURNS):
-        for name, run in kinds.items():
-            times[name].append(once(run, calls))
+    times = in_turns(kinds, TURNS, calls, warm=0)
     return found | {name: round(operations / statistics.median(each[1:]) / 1e9) for name, each in times.items()}
 
 
@@ -234,7 +223,8 @@ def main() -> None:
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    results: dict = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cublaslt": cublas_version()}
+    about = {"date": datetime.date.today().isoformat(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    results: dict = {**about, "cublaslt": cublas_version()}
     for name in arguments.kinds:
         run, shapes, formats = KINDS[name]
         results[name] = {}

@@ -163,13 +163,6 @@ def test_what_is_promised_is_held():
     assert promised <= there, promised - there
 
 
-def test_results_that_documents_name_are_kept():
-    named = {name for page in PAGES for name in re.findall(r"[\w-]+-20\d\d-\d\d-\d\d\.(?:json|log)", page.read_text())}
-    kept = {path.name for path in (ROOT / "benchmarks" / "results").iterdir()}
-    assert named
-    assert named <= kept, named - kept
-
-
 def test_paths_that_documents_name_are_there():
     """Folders and files of the repository, as `blockfp/check/crosscheck.py`; modules that moved are found."""
     folders = "blockfp|jax_backend|torch_backend|kernels|tests|benchmarks|examples|docs"
