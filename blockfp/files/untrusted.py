@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import stat
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,19 +31,106 @@ def open_regular(path: Path) -> IO[bytes]:
         OSError: there is none, or it can't be read. `NotPlain` says that it is something else.
     """
     # Looked at first, since opening a device may do something; and again, since it may have been replaced.
-    _refuse_others(path, os.stat(path).st_mode)
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    refuse_others(path, os.stat(path).st_mode)
+    # The file owns its descriptor from the beginning: nothing that interrupts this closes it twice.
+    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115
     try:
-        _refuse_others(path, os.fstat(descriptor).st_mode)
-        return open(descriptor, "rb")
+        refuse_others(path, os.fstat(file.fileno()).st_mode)
     except BaseException:
-        os.close(descriptor)
+        file.close()
         raise
+    return file
 
 
-def _refuse_others(path: Path, mode: int) -> None:
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def refuse_others(path: Path, mode: int) -> None:
+    """Raises NotPlain where a mode isn't that of a regular file."""
     if not stat.S_ISREG(mode):
         raise NotPlain(0, "is a directory" if stat.S_ISDIR(mode) else "is no regular file", str(path))
+
+
+class HeldFile:
+    """A regular file that is opened once and read often: whatever takes its name meanwhile, all is read of this one.
+
+    Attributes:
+        path: its name when it was opened.
+        length: its bytes then.
+    """
+
+    def __init__(self, path: Path, *, keep: bool = True):
+        """
+        Args:
+            path: the file, or a link to it.
+            keep: keep it open for as long as this object lives. Otherwise each `reader` opens it anew, and raises where it
+                isn't the same file any more.
+
+        Raises:
+            OSError: as `open_regular`.
+        """
+        file = open_regular(path)
+        self.path = path
+        self._seen = _state_of(file)
+        self.length = length_of(file)
+        self._file = file if keep else None
+        if keep:
+            weakref.finalize(self, file.close)
+        else:
+            file.close()
+
+    @contextmanager
+    def reader(self) -> Iterator[IO[bytes]]:
+        """Yields the file from its beginning; threads that read it don't disturb each other.
+
+        Raises:
+            OSError: the file has another content than when it was opened, by its length and its time of change.
+        """
+        file = self._file or open_regular(self.path)
+        try:
+            if file is not self._file:
+                self._check(file)
+            with io.BufferedReader(_At(file.fileno())) as reader:
+                yield reader
+            self._check(file)
+        finally:
+            if file is not self._file:
+                file.close()
+
+    def _check(self, file: IO[bytes]) -> None:
+        if _state_of(file) != self._seen:
+            raise OSError(errno.ESTALE, "was replaced or written to after it was opened", str(self.path))
+
+
+def _state_of(file: IO[bytes]) -> tuple[int, ...]:
+    found = os.fstat(file.fileno())
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+class _At(io.RawIOBase):
+    """An open file with a position of its own."""
+
+    def __init__(self, descriptor: int):
+        self._descriptor, self._at = descriptor, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: os.fstat(self._descriptor).st_size}[whence]
+        if start + offset < 0:
+            raise ValueError(f"there is no byte {start + offset}")
+        self._at = start + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        count = os.preadv(self._descriptor, [buffer], self._at)
+        self._at += count
+        return count
 
 
 def length_of(file: IO[bytes]) -> int:
