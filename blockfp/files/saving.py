@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 INDEX = ".index.json"
 
+_ATTEMPTS = 20
+"""Times that a model is opened while others save it, before that is an error."""
+
 
 def save(
     path: str | PathLike[str],
@@ -59,7 +62,6 @@ def save(
     Raises:
         TypeError, ValueError: an argument that isn't what it should be. `blockfp.errors.BadFile` (a ValueError) names the
             tensor: one that is no array, a dtype that can't be stored, a name that is needed for another tensor's parts.
-        ImportError: the package safetensors is not installed.
 
     Example:
         >>> blockfp.save("model.safetensors", {"layer.weight": blockfp.quantize(w, "mxfp8_e4m3_32x32"), "layer.bias": b})
@@ -82,7 +84,6 @@ def load(path: str | PathLike[str]) -> dict[str, np.ndarray | QuantizedArray]:
     Raises:
         blockfp.errors.BadFile: no such file, one that is cut short, corrupt or of another kind, or weights that are quantized
             in a way that blockfp has no format for.
-        ImportError: the package safetensors is not installed.
     """
     return dict(read(Path(path)))
 
@@ -233,14 +234,43 @@ def read(path: Path) -> Iterator[tuple[str, np.ndarray | QuantizedArray]]:
 
 def open_whole(path: Path) -> Model:
     """The tensors of one file or several, not read yet, as if they were in one; `path` and errors are those of `load`."""
-    from . import quantized_model
     from .modelfile import open_model
 
     if path.is_dir():
         path = path / "model.safetensors"
     index = path if path.name.endswith(INDEX) else path.with_name(path.name + INDEX)
-    if path != index and (path.exists() or not index.exists()):
-        return open_model(path)
+    before = _standing(path, index)
+    for _ in range(_ATTEMPTS):
+        try:
+            model = _open_parts(index) if path == index or before[0] is None is not before[1] else open_model(path)
+        except BadFile:
+            # A save may have come in between, and have removed what was looked for.
+            if before == (before := _standing(path, index)):
+                raise
+            continue
+        # The parts that an index names belong together for as long as it stands.
+        if model.path != index or before == (before := _standing(path, index)):
+            return model
+    raise BadFile(path, f"was replaced {_ATTEMPTS} times while it was opened")
+
+
+def _standing(*paths: Path) -> tuple[tuple[int, ...] | None, ...]:
+    """Which files have these names now; None where none has."""
+
+    def state(path: Path) -> tuple[int, ...] | None:
+        try:
+            found = os.stat(path)
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+    return tuple(map(state, paths))
+
+
+def _open_parts(index: Path) -> Model:
+    from . import quantized_model
+    from .modelfile import open_model
+
     try:
         where = untrusted.read_json(index)["weight_map"]
         files = sorted(set(where.values()))

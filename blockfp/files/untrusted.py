@@ -20,6 +20,10 @@ _VALUES = 10_000_000
 """Lists, objects and entries in one, at most: each takes up to a hundred bytes."""
 
 
+MOST_HELD = 256
+"""Files that a process holds open at most: it may have 1,024 descriptors on most systems."""
+
+
 class NotPlain(OSError):
     """Says that a path is no regular file, but a folder, a device, a pipe or a socket."""
 
@@ -55,28 +59,24 @@ def refuse_others(path: Path, mode: int) -> None:
 class HeldFile:
     """A regular file that is opened once and read often: whatever takes its name meanwhile, all is read of this one.
 
+    A process holds `MOST_HELD` of them open. Those beyond are opened anew for each reader, and must still be the same file.
+
     Attributes:
         path: its name when it was opened.
         length: its bytes then.
     """
 
-    def __init__(self, path: Path, *, keep: bool = True):
-        """
-        Args:
-            path: the file, or a link to it.
-            keep: keep it open for as long as this object lives. Otherwise each `reader` opens it anew, and raises where it
-                isn't the same file any more.
-
-        Raises:
-            OSError: as `open_regular`.
-        """
+    def __init__(self, path: Path):
+        """Opens a file, or the one that a link leads to. Raises OSError, as `open_regular`."""
         file = open_regular(path)
         self.path = path
-        self._seen = _state_of(file)
         self.length = length_of(file)
-        self._file = file if keep else None
-        if keep:
+        self._seen = _state_of(file)
+        self._file = None
+        if len(_held) < MOST_HELD:
+            self._file = file
             weakref.finalize(self, file.close)
+            _held.add(self)
         else:
             file.close()
 
@@ -103,6 +103,9 @@ class HeldFile:
             raise OSError(errno.ESTALE, "was replaced or written to after it was opened", str(self.path))
 
 
+_held: weakref.WeakSet[HeldFile] = weakref.WeakSet()
+
+
 def _state_of(file: IO[bytes]) -> tuple[int, ...]:
     found = os.fstat(file.fileno())
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
@@ -123,7 +126,7 @@ class _At(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: os.fstat(self._descriptor).st_size}[whence]
         if start + offset < 0:
-            raise ValueError(f"there is no byte {start + offset}")
+            raise OSError(errno.EINVAL, f"there is no byte {start + offset}")
         self._at = start + offset
         return self._at
 
@@ -156,12 +159,13 @@ def parse_json(content: bytes, what: str) -> Any:
     """Parses JSON.
 
     Raises:
-        ValueError: it is not JSON, or nests deeper or holds more than anything that blockfp reads does.
+        ValueError: it is not JSON, has a name twice in an object, or nests deeper or holds more than anything that blockfp
+            reads does.
     """
     if sum(map(content.count, (b"[", b"{", b","))) > _VALUES:
         raise ValueError(f"{what} holds more than {_VALUES} values")
     try:
-        return json.loads(content, parse_constant=_no_number)
+        return json.loads(content.decode(), parse_constant=_no_number, object_pairs_hook=_object)
     except RecursionError as error:
         raise ValueError(str(error)) from error
 
@@ -175,6 +179,14 @@ def read_json(path: Path) -> Any:
     """
     with open_regular(path) as file:
         return parse_json(read_header(file, length_of(file), "the file"), "the file")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+        raise ValueError(f"{twice!r} is there twice")
+    return found
 
 
 def _no_number(name: str) -> Any:
