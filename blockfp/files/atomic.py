@@ -171,11 +171,16 @@ def _locked(path: Path, mode: int) -> tuple[Path, int]:
     while True:
         temporary = path.parent / f".{path.name}.{secrets.token_hex(6)}.tmp"
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-        # Where the file system has no locks nobody takes it for left behind either.
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if _is(temporary, descriptor):
-            return temporary, descriptor
+        try:
+            # Where the file system has no locks nobody takes it for left behind either.
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if _is(temporary, descriptor):
+                return temporary, descriptor
+        except BaseException:
+            os.close(descriptor)
+            temporary.unlink(missing_ok=True)
+            raise
         # Another process found it before it was locked, and has removed it.
         os.close(descriptor)
 

@@ -101,12 +101,12 @@ def open_model(path: Path) -> Model:
     readers = {".safetensors": _open_safetensors, ".npy": _open_npy, ".npz": _open_npz}
     if path.suffix not in readers:
         raise BadFile(path, f"the name must end in {', '.join(readers)}")
-    with _failing_as_bad_file(path):
+    with as_bad_file(path):
         return readers[path.suffix](HeldFile(path))
 
 
 @contextmanager
-def _failing_as_bad_file(path: Path, tensor: str | None = None) -> Iterator[None]:
+def as_bad_file(path: Path, tensor: str | None = None) -> Iterator[None]:
     """Turns any error of a library that reads this file into a BadFile."""
     try:
         yield
@@ -186,7 +186,7 @@ def _safetensors_entry(
         raise BadFile(path, f"its data begin at byte {start} of all data, and those before end at {first}", name)
 
     def read() -> np.ndarray:
-        with _failing_as_bad_file(path, name), file.reader() as reader:
+        with as_bad_file(path, name), file.reader() as reader:
             reader.seek(data + start)
             content = bytearray(nbytes)
             if reader.readinto(content) != nbytes:  # pyright: ignore[reportAttributeAccessIssue]
@@ -236,7 +236,7 @@ def _name_of(path: Path, member: zipfile.ZipInfo) -> str:
 
 
 def _npy(path: Path, name: str, opened: _Opened, size: int) -> Tensor:
-    with _failing_as_bad_file(path, name):
+    with as_bad_file(path, name):
         with opened() as file:
             shape, stored, header_size = _npy_header(path, name, file)
         if stored.hasobject:
@@ -252,7 +252,7 @@ def _npy(path: Path, name: str, opened: _Opened, size: int) -> Tensor:
             raise BadFile(path, f"cut short: {dtype.name} of shape {shape} has {nbytes} bytes, {there} are there", name)
 
     def read() -> np.ndarray:
-        with _failing_as_bad_file(path, name):
+        with as_bad_file(path, name):
             with opened() as file:
                 x = np.lib.format.read_array(file, allow_pickle=False)
                 file.read(1)  # the end of a zip member, where its checksum is looked at

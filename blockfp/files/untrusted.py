@@ -69,16 +69,18 @@ class HeldFile:
     def __init__(self, path: Path):
         """Opens a file, or the one that a link leads to. Raises OSError, as `open_regular`."""
         file = open_regular(path)
+        close = weakref.finalize(self, file.close)
         self.path = path
-        self.length = length_of(file)
         self._seen = _state_of(file)
-        self._file = None
-        if len(_held) < MOST_HELD:
-            self._file = file
-            weakref.finalize(self, file.close)
-            _held.add(self)
+        self._file = file if len(_held) < MOST_HELD else None
+        if self._file is None:
+            close()
         else:
-            file.close()
+            _held.add(self)
+
+    @property
+    def length(self) -> int:
+        return self._seen[2]
 
     @contextmanager
     def reader(self) -> Iterator[IO[bytes]]:

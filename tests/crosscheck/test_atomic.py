@@ -10,9 +10,13 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 from processes import LIMIT
+from typer.testing import CliRunner
 
+import blockfp
+from blockfp import cli
 from blockfp.files import untrusted
 from blockfp.files.atomic import make_folder, naming, replacing, to_disk
 from blockfp.files.untrusted import HeldFile, NotPlain
@@ -173,10 +177,19 @@ def test_what_is_no_file_is_not_replaced(tmp_path, kind):
 
 
 class Disk:
-    """Watches what becomes durable: names made in folders, and folders flushed."""
+    """Watches what becomes durable: names made in folders, and folders flushed. Nothing may be removed before that."""
 
     def __init__(self, monkeypatch):
         self.unflushed = set()
+        self.removed = 0
+        unlink = os.unlink
+
+        def removing(path, **options):
+            assert not [made for made in self.unflushed if os.path.dirname(made) == os.path.dirname(path)], path
+            unlink(path, **options)
+            self.removed += 1
+
+        monkeypatch.setattr(os, "unlink", removing)
         for name in ("replace", "rename", "mkdir"):
             monkeypatch.setattr(os, name, self.making(getattr(os, name)))
         fsync = os.fsync
@@ -210,6 +223,24 @@ def test_names_are_on_the_disk(tmp_path, monkeypatch):
         make_folder(tmp_path / "file")
     with pytest.raises(FileExistsError, match=r"making the folder: File exists: '.*/file'"):
         make_folder(tmp_path / "file" / "x")
+
+
+def test_models_are_on_the_disk_before_older_ones_go(tmp_path, monkeypatch):
+    arrays = {f"{name}.weight": np.ones((16, 64), np.float32) for name in "abc"}
+    path, new = tmp_path / "m.safetensors", tmp_path / "a" / "b"
+    for before, after, removed in ((None, 5000, 1), (5000, 5000, 3), (5000, None, 4)):
+        with monkeypatch.context() as patch:
+            blockfp.save(path, arrays, file_bytes=before)
+            disk = Disk(patch)
+            blockfp.save(path, arrays, file_bytes=after)
+            assert disk.unflushed == set()
+            assert disk.removed == removed
+    disk = Disk(monkeypatch)
+    blockfp.save(path, {name: blockfp.quantize(x, "nvfp4") for name, x in arrays.items()})
+    result = CliRunner().invoke(cli.app, ["convert", str(path), str(new), "--layout", "modelopt"])
+    assert result.exit_code == 0, result.output
+    assert {file.name for file in new.iterdir()} > {"model.safetensors", "config.json"}
+    assert disk.unflushed == set()
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE])
@@ -259,10 +290,13 @@ def test_errors_say_what_was_done_with_which_file(tmp_path):
     assert named(FileExistsError(f"{tmp_path} is there")) == f"{tmp_path} is there"
 
 
-def test_what_is_held_is_read_whatever_takes_its_name(tmp_path):
+def test_what_is_held_is_read_whatever_takes_its_name(tmp_path, monkeypatch):
     path = tmp_path / "f"
     path.write_text("old content")
-    held, again = HeldFile(path), HeldFile(path, keep=False)
+    held = HeldFile(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(untrusted, "MOST_HELD", 0)
+        again = HeldFile(path)
     with held.reader() as one, held.reader() as other:
         assert (one.read(3), other.read(), one.read()) == (b"old", b"old content", b" content")
     path.write_text("old content")

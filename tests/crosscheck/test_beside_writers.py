@@ -33,7 +33,7 @@ def quantized(value):
 
 def saves_in_between(monkeypatch, after, save):
     """Calls `save` once, when a file or a tensor has been read for the given time."""
-    failing, count = modelfile._failing_as_bad_file, 0
+    failing, count = modelfile.as_bad_file, 0
 
     @contextmanager
     def reading(*arguments):
@@ -44,7 +44,7 @@ def saves_in_between(monkeypatch, after, save):
         if count == after:
             save()
 
-    monkeypatch.setattr(modelfile, "_failing_as_bad_file", reading)
+    monkeypatch.setattr(modelfile, "as_bad_file", reading)
     return lambda: count >= after
 
 
@@ -143,17 +143,17 @@ for i in itertools.count():
 def test_an_index_that_never_stands_still(tmp_path, monkeypatch):
     path = tmp_path / "model.safetensors"
     blockfp.save(path, model(1.0), file_bytes=BYTES)
-    failing = modelfile._failing_as_bad_file
+    failing = modelfile.as_bad_file
 
     @contextmanager
     def reading(*arguments):
         with failing(*arguments):
             yield
         with monkeypatch.context() as patch:
-            patch.setattr(modelfile, "_failing_as_bad_file", failing)
+            patch.setattr(modelfile, "as_bad_file", failing)
             blockfp.save(path, model(1.0), file_bytes=BYTES)
 
-    monkeypatch.setattr(modelfile, "_failing_as_bad_file", reading)
+    monkeypatch.setattr(modelfile, "as_bad_file", reading)
     with pytest.raises(BadFile, match=r"model\.safetensors: was replaced \d+ times while it was opened"):
         saving.open_whole(path)
 
