@@ -16,9 +16,6 @@ from typing import IO, Any
 HEADER_BYTES = 100_000_000
 """The longest header, index or manifest that is read: what the safetensors library allows."""
 
-_VALUES = 10_000_000
-"""Lists, objects and entries in one, at most: each takes up to a hundred bytes."""
-
 
 MOST_HELD = 256
 """Files that a process holds open at most: it may have 1,024 descriptors on most systems."""
@@ -143,44 +140,44 @@ def length_of(file: IO[bytes]) -> int:
     return os.fstat(file.fileno()).st_size
 
 
-def read_header(file: IO[bytes], length: int, what: str) -> bytes:
+def read_header(file: IO[bytes], length: int, what: str, most: int = HEADER_BYTES) -> bytes:
     """Reads `length` bytes.
 
     Raises:
-        ValueError: they are more than a header may have, or than there are.
+        ValueError: they are more than `most`, or than there are.
     """
-    if length > HEADER_BYTES:
-        raise ValueError(f"{what} of {length} bytes is not read: at most {HEADER_BYTES}")
+    if length > most:
+        raise ValueError(f"{what} of {length} bytes is not read: at most {most}")
     content = file.read(length)
     if len(content) != length:
         raise ValueError(f"cut short: {what} should have {length} bytes, {len(content)} are there")
     return content
 
 
-def parse_json(content: bytes, what: str) -> Any:
-    """Parses JSON.
+def parse_json(content: bytes, what: str, most: int = HEADER_BYTES) -> Any:
+    """Parses JSON of what may have `most` bytes, and one value in ten of them.
 
     Raises:
         ValueError: it is not JSON, has a name twice in an object, or nests deeper or holds more than anything that blockfp
             reads does.
     """
-    if sum(map(content.count, (b"[", b"{", b","))) > _VALUES:
-        raise ValueError(f"{what} holds more than {_VALUES} values")
+    if sum(map(content.count, (b"[", b"{", b","))) > most // 10:
+        raise ValueError(f"{what} holds more than {most // 10} values")
     try:
         return json.loads(content.decode(), parse_constant=_no_number, object_pairs_hook=_object)
     except RecursionError as error:
         raise ValueError(str(error)) from error
 
 
-def read_json(path: Path) -> Any:
-    """Reads and parses a file of JSON.
+def read_json(path: Path, most: int = HEADER_BYTES) -> Any:
+    """Reads and parses a file of JSON, of `most` bytes at most.
 
     Raises:
         OSError: it can't be read, or is no regular file.
         ValueError: it is not JSON, or too large.
     """
     with open_regular(path) as file:
-        return parse_json(read_header(file, length_of(file), "the file"), "the file")
+        return parse_json(read_header(file, length_of(file), "the file", most), "the file", most)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
