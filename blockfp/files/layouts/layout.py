@@ -13,16 +13,14 @@ from array_api_compat import array_namespace
 
 from ...definition import layout
 from ...definition.bits import Array
-from ...definition.views import dtype_of
 from ...errors import BadFile
-from ...formats import E4M3, Format
+from ...formats import Format
 from .. import saving, untrusted
 from ..atomic import make_folder, replacing
 from ..contents import Contents, Progress, Weight
 from ..export import write
 from ..modelfile import Tensor
-
-FP8 = dtype_of(E4M3.native_dtype)
+from ..released import FP8
 
 
 class Layout(ABC):
