@@ -108,7 +108,11 @@ def make_folder(path: Path) -> None:
         return
     make_folder(path.parent)
     with naming(path, "making the folder"):
-        path.mkdir(exist_ok=True)  # another process may have made it
+        try:
+            path.mkdir()
+        except FileExistsError as error:
+            if not path.is_dir():  # else another process has made it
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from error
     to_disk(path.parent)
 
 

@@ -219,10 +219,9 @@ def test_names_are_on_the_disk(tmp_path, monkeypatch):
     os.mkdir(tmp_path / "d")
     assert disk.unflushed == {str(tmp_path / "d")}
     (tmp_path / "file").write_text("")
-    with pytest.raises(FileExistsError, match=r"making the folder: File exists: '.*/file'"):
-        make_folder(tmp_path / "file")
-    with pytest.raises(FileExistsError, match=r"making the folder: File exists: '.*/file'"):
-        make_folder(tmp_path / "file" / "x")
+    for path in (tmp_path / "file", tmp_path / "file" / "x"):
+        with pytest.raises(NotADirectoryError, match=r"making the folder: Not a directory: '.*/file'"):
+            make_folder(path)
 
 
 def test_models_are_on_the_disk_before_older_ones_go(tmp_path, monkeypatch):
