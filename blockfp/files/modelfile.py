@@ -83,11 +83,22 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Model:
-    """An open file: its tensors in the file's order, and the metadata of a .safetensors."""
+    """An open file: its tensors in the file's order, and the metadata of a .safetensors.
+
+    Attributes:
+        path, tensors, metadata: of the file.
+        files: what its tensors are read from, for as long as it isn't closed.
+    """
 
     path: Path
     tensors: tuple[Tensor, ...]
     metadata: Mapping[str, str] = field(default_factory=dict)
+    files: tuple[HeldFile, ...] = ()
+
+    def close(self) -> None:
+        """Closes what it is read from."""
+        for file in self.files:
+            file.close()
 
 
 def open_model(path: Path) -> Model:
@@ -161,7 +172,7 @@ def _open_safetensors(file: HeldFile) -> Model:
         raise BadFile(path, f"the header is not one of safetensors: {error!r}") from error
     if beyond := file.length - (8 + length + end):
         raise BadFile(path, f"has {beyond} bytes behind its tensors")
-    return Model(path, tuple(tensors), metadata)
+    return Model(path, tuple(tensors), metadata, (file,))
 
 
 def _safetensors_entry(
@@ -200,7 +211,7 @@ _Opened = Callable[[], AbstractContextManager[IO[bytes]]]
 
 
 def _open_npy(file: HeldFile) -> Model:
-    return Model(file.path, (_npy(file.path, file.path.stem, file.reader, file.length),))
+    return Model(file.path, (_npy(file.path, file.path.stem, file.reader, file.length),), files=(file,))
 
 
 def _open_npz(file: HeldFile) -> Model:
@@ -221,7 +232,7 @@ def _open_npz(file: HeldFile) -> Model:
 
         return opened
 
-    return Model(path, tuple(_npy(path, _name_of(path, m), opener(m), m.file_size) for m in members))
+    return Model(path, tuple(_npy(path, _name_of(path, m), opener(m), m.file_size) for m in members), files=(file,))
 
 
 def _name_of(path: Path, member: zipfile.ZipInfo) -> str:

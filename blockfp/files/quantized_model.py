@@ -127,7 +127,7 @@ def together(path: Path, models: Sequence[Model]) -> Model:
     if quantized:
         described = {name: what for model in quantized for name, what in _description(model).items()}
         metadata[KEY] = json.dumps({"version": VERSION, "tensors": described})
-    return Model(path, tensors, metadata)
+    return Model(path, tensors, metadata, tuple(file for model in models for file in model.files))
 
 
 def contents_of(model: Model) -> Contents:

@@ -21,7 +21,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -274,7 +274,8 @@ def read(path: Path) -> Iterator[tuple[str, np.ndarray | QuantizedArray]]:
     """Yields (name, array) for everything in a file or several, one at a time."""
     from . import quantized_model
 
-    yield from quantized_model.read_model(open_whole(path))
+    with closing(open_whole(path)) as model:
+        yield from quantized_model.read_model(model)
 
 
 def open_whole(path: Path) -> Model:

@@ -61,19 +61,20 @@ class HeldFile:
     Attributes:
         path: its name when it was opened.
         length: its bytes then.
+        close: closes it. Otherwise it is closed when it is collected, where Python would swallow a Ctrl-C.
     """
 
     def __init__(self, path: Path):
         """Opens a file, or the one that a link leads to. Raises OSError, as `open_regular`."""
         file = open_regular(path)
-        close = weakref.finalize(self, file.close)
+        self.close = weakref.finalize(self, _let_go, file)
         self.path = path
         self._seen = _state_of(file)
         self._file = file if len(_held) < MOST_HELD else None
         if self._file is None:
-            close()
+            self.close()
         else:
-            _held.add(self)
+            _held.add(file.fileno())
 
     @property
     def length(self) -> int:
@@ -102,7 +103,13 @@ class HeldFile:
             raise OSError(errno.ESTALE, "was replaced or written to after it was opened", str(self.path))
 
 
-_held: weakref.WeakSet[HeldFile] = weakref.WeakSet()
+_held: set[int] = set()
+"""The descriptors of files that are held."""
+
+
+def _let_go(file: IO[bytes]) -> None:
+    _held.discard(file.fileno())
+    file.close()
 
 
 def _state_of(file: IO[bytes]) -> tuple[int, ...]:
