@@ -49,7 +49,7 @@ def replacing(path: Path, like: Path | None = None) -> Iterator[Path]:
     of the same path removes: the kernel has let go of its lock.
 
     The new file is on the disk before it gets its name, so that a crash of the machine doesn't leave an empty one. It has the
-    permissions, the owner and the group of the old one, from its first byte on, or of `like`; see `_keep_access`.
+    permissions, the owner and the group of the old one, or of `like` (see `_keep_access`), and nobody reads it before.
 
     Raises:
         OSError: it can't be written, or what has its name is no regular file. Where the message says that it has been saved,
@@ -60,9 +60,9 @@ def replacing(path: Path, like: Path | None = None) -> Iterator[Path]:
         old = _access(like or path)
         temporary, descriptor = _locked(path, 0o666 if old is None else 0o600)
         try:
+            yield temporary
             if old is not None:
                 _keep_access(path, descriptor, *old)
-            yield temporary
             os.fsync(descriptor)
             os.replace(temporary, path)
         except BaseException:
@@ -146,7 +146,7 @@ def _acl(file: Path | int) -> bytes | None:
 
 
 def _keep_access(path: Path, descriptor: int, old: os.stat_result, acl: bytes | None) -> None:
-    """Gives a new file, which is still empty, the owner, the group, the list and the permissions of the one that it replaces.
+    """Gives a new file the owner, the group, the access control list and the permissions of the one that it replaces.
 
     Who isn't root can't give files away. The file is then its writer's own, with a warning, and a group that can't be kept has
     no more rights than others. A program's right to run as its owner (setuid, setgid) is not kept: the content is new.
@@ -155,14 +155,13 @@ def _keep_access(path: Path, descriptor: int, old: os.stat_result, acl: bytes | 
     if (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid):
         try:
             os.fchown(descriptor, old.st_uid, old.st_gid)
-        except OSError:
+        except OSError as error:
             try:
                 os.fchown(descriptor, -1, old.st_gid)
             except OSError:
                 acl, mode = None, mode & (0o707 | (mode & 0o007) << 3)
-            new = os.fstat(descriptor)
-            before, after = (f"uid {one.st_uid}, gid {one.st_gid}" for one in (old, new))
-            warnings.warn(f"{path} belonged to {before}, and belongs to {after} now: root alone can keep that", stacklevel=4)
+            before, after = (f"uid {one.st_uid}, gid {one.st_gid}" for one in (old, os.fstat(descriptor)))
+            warnings.warn(f"{path} belonged to {before}, and belongs to {after} now: {error.strerror}", stacklevel=4)
     if acl is not None:
         os.setxattr(descriptor, _ACL, acl)
     elif _acl(descriptor) is not None:  # by a default of the folder

@@ -108,7 +108,7 @@ def test_a_file_keeps_its_permissions(tmp_path, mode):
     path = tmp_path / "f"
     path.write_text("old")
     path.chmod(mode)
-    assert saved(path) == (mode, (os.geteuid(), os.getegid()), mode)
+    assert saved(path) == (mode, (os.geteuid(), os.getegid()), 0o600)
     link = tmp_path / "link"
     link.symlink_to(path)
     assert saved(link)[0] == mode
@@ -129,7 +129,7 @@ def test_a_file_keeps_its_owner(tmp_path):
     path.write_text("old")
     os.chown(path, STRANGER, 4321)
     path.chmod(0o640)
-    assert saved(path) == (0o640, (STRANGER, 4321), 0o640)
+    assert saved(path) == (0o640, (STRANGER, 4321), 0o600)
 
 
 def test_an_owner_who_cannot_be_kept_is_said(tmp_path, request):
