@@ -38,14 +38,14 @@ def quantize_command(
     parsed = format_of(format)
     check_output(target, ".safetensors", "OUT", force=force)
     model = open_model(source)
-    _convert(model, target, lambda done: quantize_model(model, parsed, target, done))
+    _convert(model, target, lambda path, done: quantize_model(model, parsed, path, done))
 
 
-def _convert(model: Model, target: Path, convert: Callable[[Callable[[Tensor], None]], None]) -> None:
+def _convert(model: Model, target: Path, convert: Callable[[Path, Callable[[Tensor], None]], None]) -> None:
     with progress() as bar:
         task = bar.add_task(escape(target.name), total=len(model.tensors))
-        with saving.in_one_file(target):
-            convert(lambda _: bar.advance(task))
+        with saving.in_one_file(target) as temporary:
+            convert(temporary, lambda _: bar.advance(task))
     say(f"wrote {target}")
 
 
@@ -64,7 +64,7 @@ def dequantize_command(
         raise refused(f"--dtype {dtype}: must be float32, float16 or bfloat16")
     check_output(target, ".safetensors", "OUT", force=force)
     model = saving.open_whole(source)
-    _convert(model, target, lambda done: dequantize_model(model, target, dtype, done))
+    _convert(model, target, lambda path, done: dequantize_model(model, path, dtype, done))
 
 
 def _check_file_bytes(file_bytes: int | None) -> None:

@@ -1,8 +1,8 @@
 """Model files, tensor by tensor: reading .safetensors, .npy and .npz, writing .safetensors.
 
 Opening a file reads its header and holds it against the file's size; a tensor's data are read when asked for, so memory holds
-one tensor at a time. safetensors is a JSON header before raw little-endian data; the library's NumPy interface has neither
-bfloat16 nor the small floats, hence the few lines here, and the library checks what they don't.
+one tensor at a time. The file stays open for as long as its tensors are there: header and data are of one file, also where a
+writer gives its name to another one meanwhile. safetensors is a JSON header before raw little-endian data, without holes.
 
 Anybody may have written a file. Only regular ones are opened, a header has a length that it must keep to
 (`untrusted.HEADER_BYTES`, and NumPy's 10,000 bytes), and nothing is allocated for data that the file can't hold.
@@ -23,10 +23,10 @@ from typing import IO
 
 import ml_dtypes
 import numpy as np
-from safetensors import safe_open
 
 from ..errors import BadFile
 from . import untrusted
+from .untrusted import HeldFile
 
 _NAMES = "F64 float64, F32 float32, F16 float16, I64 int64, I32 int32, I16 int16, I8 int8, BOOL bool, C64 complex64"
 _NAMES += ", U64 uint64, U32 uint32, U16 uint16, U8 uint8"
@@ -83,11 +83,22 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Model:
-    """An open file: its tensors in the file's order, and the metadata of a .safetensors."""
+    """An open file: its tensors in the file's order, and the metadata of a .safetensors.
+
+    Attributes:
+        path, tensors, metadata: of the file.
+        files: what its tensors are read from, for as long as it isn't closed.
+    """
 
     path: Path
     tensors: tuple[Tensor, ...]
     metadata: Mapping[str, str] = field(default_factory=dict)
+    files: tuple[HeldFile, ...] = ()
+
+    def close(self) -> None:
+        """Closes what it is read from."""
+        for file in self.files:
+            file.close()
 
 
 def open_model(path: Path) -> Model:
@@ -101,12 +112,12 @@ def open_model(path: Path) -> Model:
     readers = {".safetensors": _open_safetensors, ".npy": _open_npy, ".npz": _open_npz}
     if path.suffix not in readers:
         raise BadFile(path, f"the name must end in {', '.join(readers)}")
-    with _failing_as_bad_file(path):
-        return readers[path.suffix](path)
+    with as_bad_file(path):
+        return readers[path.suffix](HeldFile(path))
 
 
 @contextmanager
-def _failing_as_bad_file(path: Path, tensor: str | None = None) -> Iterator[None]:
+def as_bad_file(path: Path, tensor: str | None = None) -> Iterator[None]:
     """Turns any error of a library that reads this file into a BadFile."""
     try:
         yield
@@ -136,34 +147,40 @@ def _shortened(shape: Sequence[int]) -> str:
     return text if len(text) < 200 else f"{text[:200]} .."
 
 
-def _open_safetensors(path: Path) -> Model:
-    with untrusted.open_regular(path) as file:
-        size = untrusted.length_of(file)
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
+def _open_safetensors(file: HeldFile) -> Model:
+    path = file.path
+    with file.reader() as reader:
+        length = int.from_bytes(reader.read(8), "little")
+        if file.length < 8 or length > file.length - 8:
             raise BadFile(path, f"not a safetensors file, or cut short: its header should have {length} bytes")
-        content = untrusted.read_header(file, length, "a header")
+        content = untrusted.read_header(reader, length, "a header")
     try:
         header = untrusted.parse_json(content, "the header")
     except ValueError as error:
         raise BadFile(path, f"the header is not JSON: {error}") from error
+    tensors, end = [], 0
     try:
-        metadata = header.pop(METADATA, None) or {}
-        entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
-        tensors = tuple(_safetensors_entry(path, 8 + length, size, name, **entry) for name, entry in entries)
+        metadata = {} if (strings := header.pop(METADATA, None)) is None else strings
+        if not all(isinstance(text, str) for pair in metadata.items() for text in pair):
+            raise TypeError(f"{METADATA} must be strings by strings")
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            tensors.append(_safetensors_entry(file, 8 + length, end, name, **entry))
+            end += tensors[-1].nbytes
     except BadFile:
         raise
     except Exception as error:
         raise BadFile(path, f"the header is not one of safetensors: {error!r}") from error
-    # Holes, overlaps, double names.
-    with safe_open(path, framework="numpy"):
-        pass
-    return Model(path, tensors, metadata)
+    if beyond := file.length - (8 + length + end):
+        raise BadFile(path, f"has {beyond} bytes behind its tensors")
+    return Model(path, tuple(tensors), metadata, (file,))
 
 
 def _safetensors_entry(
-    path: Path, data: int, size: int, name: str, *, dtype: str, shape: list[int], data_offsets: list[int]
+    file: HeldFile, data: int, first: int, name: str, *, dtype: str, shape: list[int], data_offsets: list[int]
 ) -> Tensor:
+    """A tensor whose data must begin at `first`, counted from the byte `data` of the file."""
+    path = file.path
+    name.encode()  # not half of a character
     if dtype not in BY_TAG:
         raise BadFile(path, f"dtype {dtype} is not known", name)
     start, end = data_offsets
@@ -174,16 +191,18 @@ def _safetensors_entry(
     nbytes = math.prod(shape) * BY_TAG[dtype].itemsize
     if end - start != nbytes:
         raise BadFile(path, f"{dtype} of shape {shape} has {nbytes} bytes, the header gives it {end - start}", name)
-    if data + end > size:
-        raise BadFile(path, f"cut short: its data end at byte {data + end}, the file at {size}", name)
+    if data + end > file.length:
+        raise BadFile(path, f"cut short: its data end at byte {data + end}, the file at {file.length}", name)
+    if start != first:
+        raise BadFile(path, f"its data begin at byte {start} of all data, and those before end at {first}", name)
 
     def read() -> np.ndarray:
-        with _failing_as_bad_file(path, name), untrusted.open_regular(path) as file:
-            file.seek(data + start)
+        with as_bad_file(path, name), file.reader() as reader:
+            reader.seek(data + start)
             content = bytearray(nbytes)
-            if file.readinto(content) != nbytes:  # pyright: ignore[reportAttributeAccessIssue]
+            if reader.readinto(content) != nbytes:  # pyright: ignore[reportAttributeAccessIssue]
                 raise BadFile(path, "cut short", name)
-            return np.frombuffer(content, BY_TAG[dtype]).reshape(shape)
+        return np.frombuffer(content, BY_TAG[dtype]).reshape(shape)
 
     return Tensor(name, BY_TAG[dtype], tuple(shape), read)
 
@@ -191,31 +210,29 @@ def _safetensors_entry(
 _Opened = Callable[[], AbstractContextManager[IO[bytes]]]
 
 
-def _open_npy(path: Path) -> Model:
-    with untrusted.open_regular(path) as file:
-        size = untrusted.length_of(file)
-    return Model(path, (_npy(path, path.stem, lambda: untrusted.open_regular(path), size),))
+def _open_npy(file: HeldFile) -> Model:
+    return Model(file.path, (_npy(file.path, file.path.stem, file.reader, file.length),), files=(file,))
 
 
-def _open_npz(path: Path) -> Model:
-    with untrusted.open_regular(path) as file, zipfile.ZipFile(file) as archive:
-        size = untrusted.length_of(file)
+def _open_npz(file: HeldFile) -> Model:
+    path = file.path
+    with file.reader() as reader, zipfile.ZipFile(reader) as archive:
         members = [member for member in archive.infolist() if member.filename.endswith(".npy")]
     if not members:
         raise BadFile(path, "holds no arrays")
     twice = [name for name, times in Counter(member.filename for member in members).items() if times > 1]
-    if twice or sum(member.compress_size for member in members) > size:
+    if twice or sum(member.compress_size for member in members) > file.length:
         raise BadFile(path, f"{twice[0]!r} is there twice" if twice else "its arrays lie on one another, or beyond its end")
 
     def opener(member: zipfile.ZipInfo) -> _Opened:
         @contextmanager
         def opened() -> Iterator[IO[bytes]]:
-            with untrusted.open_regular(path) as file, zipfile.ZipFile(file) as archive, archive.open(member) as stream:
+            with file.reader() as reader, zipfile.ZipFile(reader) as archive, archive.open(member) as stream:
                 yield stream
 
         return opened
 
-    return Model(path, tuple(_npy(path, _name_of(path, m), opener(m), m.file_size) for m in members))
+    return Model(path, tuple(_npy(path, _name_of(path, m), opener(m), m.file_size) for m in members), files=(file,))
 
 
 def _name_of(path: Path, member: zipfile.ZipInfo) -> str:
@@ -230,7 +247,7 @@ def _name_of(path: Path, member: zipfile.ZipInfo) -> str:
 
 
 def _npy(path: Path, name: str, opened: _Opened, size: int) -> Tensor:
-    with _failing_as_bad_file(path, name):
+    with as_bad_file(path, name):
         with opened() as file:
             shape, stored, header_size = _npy_header(path, name, file)
         if stored.hasobject:
@@ -246,7 +263,7 @@ def _npy(path: Path, name: str, opened: _Opened, size: int) -> Tensor:
             raise BadFile(path, f"cut short: {dtype.name} of shape {shape} has {nbytes} bytes, {there} are there", name)
 
     def read() -> np.ndarray:
-        with _failing_as_bad_file(path, name):
+        with as_bad_file(path, name):
             with opened() as file:
                 x = np.lib.format.read_array(file, allow_pickle=False)
                 file.read(1)  # the end of a zip member, where its checksum is looked at

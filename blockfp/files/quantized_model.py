@@ -29,7 +29,6 @@ from ..definition.views import DTYPES
 from ..errors import BadFile
 from ..formats import NAMES, Format
 from . import released, untrusted
-from .atomic import replacing
 from .contents import Contents, Progress, Weight, quantized_entries, weight_in
 from .modelfile import METADATA, TAGS, Entry, Model, Tensor, write_safetensors
 from .names import FORMAT, SUFFIXES, no_values
@@ -39,10 +38,10 @@ VERSION = 1
 
 
 def quantize_model(model: Model, format: Format, path: Path, done: Progress) -> None:
-    """Writes the model with every tensor quantized that can be (`Tensor.skipped`), to a .safetensors file at `path`.
+    """Writes the model with every tensor quantized that can be (`Tensor.skipped`), as a .safetensors file, to `path`.
 
     Raises:
-        BadFile: a tensor can't be read or stored; nothing is written then.
+        BadFile: a tensor can't be read or stored; what was written by then is no file.
     """
     if contents_of(model).weights:
         raise BadFile(model.path, "is quantized already: dequantize it first, or convert it to another layout")
@@ -69,15 +68,15 @@ def quantize_model(model: Model, format: Format, path: Path, done: Progress) -> 
             done(tensor)
 
     metadata = {**model.metadata, KEY: json.dumps({"version": VERSION, "tensors": described})}
-    with replacing(path) as temporary:
-        write_safetensors(temporary, entries, arrays(), metadata)
+    write_safetensors(path, entries, arrays(), metadata)
 
 
 def dequantize_model(model: Model, path: Path, dtype: str | None, done: Progress) -> None:
     """Writes a quantized model with the values of its codes, in `dtype` or each tensor's original one.
 
     Raises:
-        BadFile: the file is not a quantized one, or a tensor's codes and scales don't fit each other; nothing is written then.
+        BadFile: the file is not a quantized one, or a tensor's codes and scales don't fit each other; what was written by
+            then is no file.
     """
     found = contents_of(model)
     if not found.weights:
@@ -97,8 +96,7 @@ def dequantize_model(model: Model, path: Path, dtype: str | None, done: Progress
             done(tensor)
 
     metadata = {key: value for key, value in model.metadata.items() if key != KEY}
-    with replacing(path) as temporary:
-        write_safetensors(temporary, entries, arrays(), metadata)
+    write_safetensors(path, entries, arrays(), metadata)
 
 
 def read_model(model: Model) -> Iterator[tuple[str, np.ndarray | QuantizedArray]]:
@@ -129,7 +127,7 @@ def together(path: Path, models: Sequence[Model]) -> Model:
     if quantized:
         described = {name: what for model in quantized for name, what in _description(model).items()}
         metadata[KEY] = json.dumps({"version": VERSION, "tensors": described})
-    return Model(path, tensors, metadata)
+    return Model(path, tensors, metadata, tuple(file for model in models for file in model.files))
 
 
 def contents_of(model: Model) -> Contents:

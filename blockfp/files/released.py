@@ -13,23 +13,26 @@ A layout is known by its own marks, the names and dtypes beside each other; b st
 | compressed-tensors, ModelOpt | NAME F8_E4M3, F8_E5M2 | NAME_scale [out, 1] or [out] | | fp8_e4m3_row, fp8_e5m2_row |
 | compressed-tensors, ModelOpt | NAME F8_E4M3, F8_E5M2 | NAME_scale U8 or F8_E8M0, b 1x32 | | mxfp8_.. |
 | compressed-tensors | NAME_packed U8 | NAME_scale U8 or F8_E8M0, b 1x32 | | mxfp4_e2m1 |
-| compressed-tensors | NAME_packed U8 | NAME_scale F8_E4M3, b 1x16 | NAME_global_scale F32, which divides | nvfp4 |
-| ModelOpt | NAME U8 | NAME_scale F8_E4M3, b 1x16 | NAME_scale_2 F32 | nvfp4 |
+| compressed-tensors | NAME_packed U8 | NAME_scale F8_E4M3, b 1x16 | NAME_global_scale, one, which divides | nvfp4 |
+| ModelOpt | NAME U8 | NAME_scale F8_E4M3, b 1x16 | NAME_scale_2, one | nvfp4 |
 | gpt-oss | NAME_blocks U8 [.., b, 16] | NAME_scales U8, b 1x32 | | mxfp4_e2m1 |
 
 Codes and scales are the file's bits. Three things are said otherwise: E8M0 scales of 128x128 blocks become the same powers of
 two in fp32, 16-bit scales the same numbers in fp32, and a scale that divides becomes the nearest fp32 inverse (values within
-2 ulp). Where rows have at most 128 columns, [out, 1] is a scale for each row if config.json names the strategy "channel" and
-not "group", else of 1x128, with the same values. What was quantized otherwise, such as with zero points, is refused by name,
-and so are codes without scales or with more than these, and blocks of another size than config.json says.
+2 ulp). One that is NaN or infinite is refused when it is read. Where rows have at most 128 columns, [out, 1] is a scale for
+each row if config.json names the strategy "channel" and not "group", else of 1x128, with the same values. What was quantized
+otherwise, such as with zero points, is refused by name, and so are codes without scales or with more than these, blocks of
+another size than config.json says, and integers of a model whose config.json names a method that has no layout here (HQQ, EETQ,
+AQLM, torchao ..): a reader would take them for values.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -69,6 +72,7 @@ _MISTRAL = Marks(".weight", ".qscale_weight", weight=".weight")
 
 _BY_SCALES = (FINE_GRAINED_FP8, GPT_OSS, PACKED, MODELOPT, _DEEPSEEK_V4, _MISTRAL)
 _SCALES = {ending for marks in _BY_SCALES for ending in (marks.scales, marks.tensor_scale) if ending and not marks.weight}
+FP8 = dtype_of(E4M3.native_dtype)
 _ELEMENTS = {dtype_of(element.native_dtype): element for element in (E4M3, E5M2)}
 _BYTES = (np.dtype(np.uint8), np.dtype(np.int8))
 _E8M0 = dtype_of(E8M0_CEIL.native_dtype)
@@ -85,6 +89,9 @@ _OTHERS = {
 }
 """Endings of names that tell of a way to quantize which no format has."""
 
+_METHODS = ("blockfp", "fp8", "compressed-tensors", "modelopt", "mxfp4", "fbgemm_fp8", "quark")
+"""Methods in a config.json whose layouts are known; others' integers of 32 bits, and in vectors, may be codes, too."""
+
 _OF_ACTIVATIONS = tuple(f"{name}_scale" for name in ("input", "input_global", "activation", "output", "q", "k", "v", "kv"))
 """Endings of names of scales that no weight needs."""
 
@@ -100,20 +107,19 @@ def weights(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Weight]:
             if name.endswith(ending):
                 raise BadFile(path, f"tells of {what}, which no format of blockfp has", name)
     found: dict[str, Weight] = {}
-    told: _Told | None = None
+    told = cache(lambda: _told(path))
     for name, scales in tensors.items():
         for marks in _BY_SCALES:
             stem = name.removesuffix(marks.scales)
             codes = tensors.get(stem + marks.codes)
             if stem == name or codes is None or not _are_codes(codes):
                 continue
-            told = told or _told(path)
             above = tensors.get(stem + marks.tensor_scale) if marks.tensor_scale else None
-            weight = _weight(path, stem + marks.weight, marks, codes, scales, above, told)
+            weight = _weight(path, stem + marks.weight, marks, codes, scales, above, told())
             _check_alone(path, weight, found.get(weight.name), tensors)
             found[weight.name] = weight
             break
-    _check_scaled(path, tensors, found)
+    _check_scaled(path, tensors, found, told)
     return found
 
 
@@ -126,19 +132,29 @@ def _check_alone(path: Path, weight: Weight, other: Weight | None, tensors: Mapp
         raise BadFile(path, f"has {own}, and {min(beyond)}, which no layout has beside it", weight.name)
 
 
-def _check_scaled(path: Path, tensors: Mapping[str, Tensor], found: Mapping[str, Weight]) -> None:
+def _check_scaled(path: Path, tensors: Mapping[str, Tensor], found: Mapping[str, Weight], told: Callable[[], _Told]) -> None:
     """Raises BadFile where codes of a quantized model have no scales that a layout knows, and would be taken for values."""
     taken = {name for weight in found.values() for name in weight.entries}
     for name, tensor in tensors.items():
         fp8 = tensor.dtype in _ELEMENTS and len(tensor.shape) > 1
-        if name in taken or not (fp8 or (name.endswith((PACKED.codes, GPT_OSS.codes)) and _are_codes(tensor))):
+        codes = fp8 or (name.endswith((PACKED.codes, GPT_OSS.codes)) and _are_codes(tensor))
+        if name in taken or not (codes or _may_be_codes(tensor, told)):
             continue
         layer = name.rpartition(".")[0] + "."
         scales = [other for other in tensors if other.startswith(layer) and "scale" in other.removeprefix(layer)]
         near = [other for other in scales if other not in taken and not other.endswith(_OF_ACTIVATIONS)]
-        if near or found or _told(path).quantized:
+        if near or found or told().quantized:
             there = f"; {near[0]} is there, a name that no layout has for them" if near else ", in this file or these files"
+            if told().foreign:
+                there += f"; config.json says {told().foreign!r}, a method that has no layout here"
             raise BadFile(path, f"is {tensor.dtype} {tensor.shape} without scales{there}", name)
+
+
+def _may_be_codes(tensor: Tensor, told: Callable[[], _Told]) -> bool:
+    """Tells whether integers that no layout has taken are codes: a quantized model's, and no tables of tokens or positions."""
+    if tensor.dtype.kind not in "iu" or not tensor.shape or not told().quantized:
+        return False
+    return tensor.dtype.itemsize <= 4 if told().foreign else tensor.dtype.itemsize <= 2 and len(tensor.shape) > 1
 
 
 def activation_scales(weights: Collection[str], others: Mapping[str, Tensor]) -> list[str]:
@@ -164,25 +180,36 @@ class _Told(NamedTuple):
         channels: whether compressed-tensors' strategy "channel" is there, and "group" is not.
         blocks: rows and columns of blocks, where it names some.
         quantized: whether the model is.
+        foreign: the method by which it is, where that has no layout here.
     """
 
     dtype: np.dtype
     channels: bool = False
     blocks: frozenset[tuple[int, int]] = frozenset()
     quantized: bool = False
+    foreign: str = ""
 
 
 def _told(path: Path) -> _Told:
+    config_json = path.with_name("config.json")
     try:
-        config = untrusted.read_json(path.with_name("config.json"))
-        named = config.get("dtype") or config.get("torch_dtype")
-    except (OSError, ValueError, AttributeError):
+        config = untrusted.read_json(config_json)
+    except FileNotFoundError:
         return _Told(DTYPES["bfloat16"])
+    except (OSError, ValueError) as error:
+        raise BadFile(config_json, f"can't be read, and may say how the model is quantized: {error}") from error
+    if not isinstance(config, dict):
+        return _Told(DTYPES["bfloat16"])
+    named = config.get("dtype") or config.get("torch_dtype")
     dtype = DTYPES.get(named if isinstance(named, str) else "", DTYPES["bfloat16"])
-    settings = config.get("quantization_config") or config.get("compression_config")
-    if not isinstance(settings, dict):
+    # Models of text and images have them in a part of their own.
+    parts = [part for part in (config, *config.values()) if isinstance(part, dict)]
+    there = [part.get("quantization_config") or part.get("compression_config") for part in parts]
+    settings = next((settings for settings in there if isinstance(settings, dict)), None)
+    if settings is None:
         return _Told(dtype)
-    if (settings.get("transform_config") or {}).get("config_groups"):
+    transforms = settings.get("transform_config")
+    if isinstance(transforms, dict) and transforms.get("config_groups"):
         raise BadFile(path, "config.json tells of transform_config, which rotates inputs of layers: no format of blockfp does")
     try:
         schemes = [group["weights"] for group in settings["config_groups"].values()]
@@ -193,7 +220,9 @@ def _told(path: Path) -> _Told:
     blocks += [[1, scheme.get("group_size")] for scheme in schemes]
     sizes = {tuple(block) for block in blocks if isinstance(block, list) and all(map(untrusted.is_size, block))}
     sizes = frozenset((size[0], size[1]) for size in sizes if len(size) == 2)
-    return _Told(dtype, "channel" in strategies and "group" not in strategies, sizes, True)
+    method = str(settings.get("quant_method") or "")
+    foreign = "" if method.lower().startswith(_METHODS) else method
+    return _Told(dtype, "channel" in strategies and "group" not in strategies, sizes, True, foreign)
 
 
 def _weight(path: Path, name: str, marks: Marks, codes: Tensor, scales: Tensor, above: Tensor | None, told: _Told) -> Weight:
@@ -205,24 +234,35 @@ def _weight(path: Path, name: str, marks: Marks, codes: Tensor, scales: Tensor, 
         shape = (*shape[:-1], 2 * shape[-1])
     format = None if codes.dtype == np.int32 else _format(element, shape, scales, above, told.channels)
     if format is None:
-        what = f"is {codes.dtype} {codes.shape} with scales {scales.dtype} {scales.shape}"
+        what = f"is {codes.dtype} {codes.shape} with scales {scales.dtype} {scales.shape} ({scales.name})"
+        if above is not None:
+            what += f" and one above them, {above.dtype} {above.shape} ({above.name})"
+        elif marks.tensor_scale and scales.dtype == FP8:
+            what += f" and without {codes.name.removesuffix(marks.codes)}{marks.tensor_scale}, the one above them"
         raise BadFile(path, f"{what}: a way to quantize that no format of blockfp has", name)
     if told.blocks and not any(_alike(format, block, shape) for block in told.blocks):
         sizes = " or ".join(f"{rows}x{columns}" for rows, columns in sorted(told.blocks))
         raise BadFile(path, f"has scales {scales.shape} as {format}, and config.json says blocks of {sizes}", name)
     stored = codes_shape(shape, format)
-    kept = Tensor(name, np.dtype(np.uint8), stored, _read(codes, lambda x: x.view(np.uint8).reshape(stored)))
+    kept = Tensor(name, np.dtype(np.uint8), stored, lambda: codes.read().view(np.uint8).reshape(stored))
     grid = scales_shape(shape, format)
-    own = Tensor(name, np.dtype(format.scale.dtype), grid, _read(scales, lambda x: _as_stored(x, format).reshape(grid)))
+
+    def read_scales() -> np.ndarray:
+        x = scales.read()
+        x = x.view(np.uint8) if format.scale.dtype == "uint8" else _numbers(path, scales.name, x)
+        return x.reshape(grid)
+
+    own = Tensor(name, np.dtype(format.scale.dtype), grid, read_scales)
     entries = (codes.name, scales.name) if above is None else (codes.name, scales.name, above.name)
     factor = None
     if above is not None:
 
-        def tensor_scale(x: np.ndarray) -> np.ndarray:
+        def tensor_scale() -> np.ndarray:
+            x = _numbers(path, above.name, above.read())
             with np.errstate(divide="ignore", over="ignore"):
-                return (np.float32(1) / x if marks.divides else x).reshape(())
+                return (_numbers(path, above.name, 1 / x, "and its inverse") if marks.divides else x).reshape(())
 
-        factor = Tensor(name, np.dtype(np.float32), (), _read(above, tensor_scale))
+        factor = Tensor(name, np.dtype(np.float32), (), tensor_scale)
     return Weight(name, format, shape, told.dtype, kept, own, factor, entries)
 
 
@@ -234,12 +274,7 @@ def _format(
         return None
     fp8, mx = f"fp8_{element}", f"{'mxfp4' if element is E2M1 else 'mxfp8'}_{element}"
     if above is not None:
-        fits = (
-            element is E2M1
-            and scales.dtype == dtype_of(E4M3.native_dtype)
-            and above.elements == 1
-            and above.dtype == np.float32
-        )
+        fits = element is E2M1 and scales.dtype == FP8 and above.elements == 1 and above.dtype in _NUMBERS
         names = ["nvfp4"] if fits else []
     elif scales.dtype in _NUMBERS:
         names = [] if element is E2M1 else [f"{fp8}_128x128_fp32", f"{fp8}_1x128_fp32", fp8, f"{fp8}_row"]
@@ -263,9 +298,10 @@ def _alike(format: Format, block: tuple[int, int], shape: tuple[int, ...]) -> bo
     return all(a == b or size <= min(a, b) for a, b, size in zip(format.block, block, shape[-2:], strict=True))
 
 
-def _as_stored(scales: np.ndarray, format: Format) -> np.ndarray:
-    return scales.view(np.uint8) if format.scale.dtype == "uint8" else scales.astype(np.float32)
-
-
-def _read(tensor: Tensor, then: Callable[[np.ndarray], np.ndarray]) -> Callable[[], Any]:
-    return lambda: then(tensor.read())
+def _numbers(path: Path, name: str, x: np.ndarray, what: str = "") -> np.ndarray:
+    """Scales in fp32; raises BadFile where one is no finite number."""
+    x = x.astype(np.float32)
+    if not np.isfinite(x).all():
+        found = x[~np.isfinite(x)].reshape(-1)[0]
+        raise BadFile(path, f"holds a scale that is {found}: scales{what and f' {what}'} must be finite", name)
+    return x

@@ -6,9 +6,10 @@ One file, or several with an index, as the Hugging Face libraries write and read
     model-1f0c9a2b-00001-of-00003.safetensors, ..    parts of it, each a file of its own, with a new token at each save
     model.safetensors.index.json                     which tensor is in which part
 
-The index alone says which parts are the model: it takes the place of an older one in one step, and only then older parts go.
-Parts that a killed save left go with the next save. Their token is the first half of that in the name of the index's temporary
-file, which is there, and locked, for as long as they are being written (`atomic`).
+The index alone says which parts are the model: it takes the place of an older one in one step, and only then older parts go,
+but for those that another file in the folder names: a copy of an index, or one that was renamed. Parts that a killed save left
+go with the next save. Their token is the first half of that in the name of the index's temporary file, which is there, and
+locked, for as long as they are being written (`atomic`). All files of a model have the permissions of the older one.
 `files.quantized_model` says how a quantized tensor lies in a file. Its codes and scales are always in the same one.
 """
 
@@ -18,8 +19,9 @@ import json
 import math
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,12 +33,15 @@ from ..definition.bits import dtype_name
 from ..definition.views import DTYPES
 from ..errors import BadFile
 from . import untrusted
-from .atomic import being_written, remove_left_behind, replacing
+from .atomic import being_written, naming, remove_left_behind, replacing, to_disk
 
 if TYPE_CHECKING:
     from .modelfile import Entry, Model
 
 INDEX = ".index.json"
+
+_ATTEMPTS = 20
+"""Times that a model is opened while others save it, before that is an error."""
 
 
 def save(
@@ -59,7 +64,6 @@ def save(
     Raises:
         TypeError, ValueError: an argument that isn't what it should be. `blockfp.errors.BadFile` (a ValueError) names the
             tensor: one that is no array, a dtype that can't be stored, a name that is needed for another tensor's parts.
-        ImportError: the package safetensors is not installed.
 
     Example:
         >>> blockfp.save("model.safetensors", {"layer.weight": blockfp.quantize(w, "mxfp8_e4m3_32x32"), "layer.bias": b})
@@ -82,7 +86,6 @@ def load(path: str | PathLike[str]) -> dict[str, np.ndarray | QuantizedArray]:
     Raises:
         blockfp.errors.BadFile: no such file, one that is cut short, corrupt or of another kind, or weights that are quantized
             in a way that blockfp has no format for.
-        ImportError: the package safetensors is not installed.
     """
     return dict(read(Path(path)))
 
@@ -124,32 +127,33 @@ def write(
             for entry, part in zip(laid[-len(parts) :], parts, strict=True):
                 yield entry.name, to_numpy(part)
 
-    def write_one(target: Path, names: list[str]) -> None:
+    def write_one(temporary: Path, names: list[str]) -> None:
         described = {name: _description(tensors[name]) for name in names if _is_quantized(tensors[name])}
         # Also where nothing is quantized: readers need not ask whether a name such as "a_scale" is another library's mark.
         told = json.dumps({"version": quantized_model.VERSION, "tensors": described})
         strings = {**metadata, quantized_model.KEY: told} if own else metadata
-        with replacing(target) as temporary:
-            write_safetensors(temporary, [e for name in names for e in entries[name]], part_of(names), strings)
+        write_safetensors(temporary, [e for name in names for e in entries[name]], part_of(names), strings)
 
-    index = path.with_name(path.name + INDEX)
     if file_bytes is None:
-        with in_one_file(path):
-            write_one(path, list(entries))
+        with in_one_file(path) as temporary:
+            write_one(temporary, list(entries))
         return
+    index = path.with_name(path.name + INDEX)
     files = divided(entries, file_bytes)
     total = sum(_size(parts) for parts in entries.values())
     new: set[str] = set()
-    with _old_parts_removed(path, index, new):
-        with replacing(index) as temporary:
+    with naming(path, "saving"), _old_parts_removed(path, index, new) as older:
+        with replacing(index, None if index.exists() else older) as temporary:
             token = _token(temporary.name.split(".")[-2])
             called = [f"{path.stem}-{token}-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
             new.update(called)
             for name, names in zip(called, files, strict=True):
-                write_one(path.with_name(name), names)
+                with replacing(path.with_name(name), older) as part:
+                    write_one(part, names)
             where = {e.name: name for name, names in zip(called, files, strict=True) for key in names for e in entries[key]}
             temporary.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2))
-        path.unlink(missing_ok=True)
+        with naming(path, "removing the older model, which readers take before the parts of the new one"):
+            _remove(path)
 
 
 def _token(of_temporary: str) -> str:
@@ -167,49 +171,91 @@ def entries_of(path: Path, tensors: Mapping[str, Any]) -> dict[str, list[Entry]]
 
 
 @contextmanager
-def in_one_file(path: Path) -> Iterator[None]:
-    """Yields while a model's one file is written; then removes the index and the parts of an older model at this path."""
+def in_one_file(path: Path) -> Iterator[Path]:
+    """`replacing` for a model's one file: removes at the end the index and the parts of an older model at this path, too."""
     index = path.with_name(path.name + INDEX)
-    with _old_parts_removed(path, index, set()):
-        yield
-        index.unlink(missing_ok=True)
+    with naming(path, "saving"), _old_parts_removed(path, index, set()) as older:
+        with replacing(path, older) as temporary:
+            yield temporary
+        with _warning_of_leftovers(path):
+            _remove(index)
 
 
 @contextmanager
-def _old_parts_removed(path: Path, index: Path, new: set[str]) -> Iterator[None]:
-    """Removes at the end the old and the new parts that the index doesn't name then.
+def _warning_of_leftovers(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(f"{path} has been saved, and the older model's parts can't all be removed: {error}", stacklevel=6)
+
+
+def _remove(path: Path) -> None:
+    """Removes a file, if it is there, and waits until no crash of the machine brings it back."""
+    if os.path.lexists(path):
+        path.unlink(missing_ok=True)
+        to_disk(path.parent)
+
+
+@contextmanager
+def _old_parts_removed(path: Path, index: Path, new: set[str]) -> Iterator[Path | None]:
+    """Yields a file of the older model, or None; removes at the end old parts, or new ones after an error, that nothing names.
 
     At the beginning it removes parts that killed saves left.
     """
-    _remove_orphans(path, index)
-    before = _parts_named(path, index)
+    with suppress(OSError):
+        _remove_orphans(path, index)
+    before = _parts_named(path, index) or set()
     try:
-        yield
-    finally:
-        standing = _parts_named(path, index)
-        if standing is not None:
-            for name in (new | (before or set())) - standing:
-                path.with_name(name).unlink(missing_ok=True)
+        yield next(filter(Path.exists, (path, *map(path.with_name, sorted(before)), index)), None)
+    except BaseException:
+        with suppress(OSError):
+            _remove_unnamed(path, index, new)
+        raise
+    with _warning_of_leftovers(path):
+        _remove_unnamed(path, index, new | before)
+
+
+def _remove_unnamed(path: Path, index: Path, parts: set[str]) -> None:
+    standing = _parts_named(path, index)
+    if standing is not None:
+        for name in _unnamed(path.parent, parts - standing):
+            path.with_name(name).unlink(missing_ok=True)
+
+
+def _unnamed(folder: Path, parts: set[str]) -> set[str]:
+    """Those of these parts that no file in the folder names: an index stays one under any name, and so does a copy of it."""
+    if not parts:
+        return parts
+    for name in os.listdir(folder):
+        if name.endswith(".safetensors"):
+            continue
+        try:
+            with untrusted.open_regular(folder / name) as file:
+                if untrusted.length_of(file) > untrusted.HEADER_BYTES or not file.read(64).lstrip().startswith(b"{"):
+                    continue
+                file.seek(0)
+                content = file.read()
+        except (FileNotFoundError, untrusted.NotPlain):
+            continue
+        except OSError:
+            if ".json" in name:  # it may name them all
+                return set()
+            continue
+        parts = {part for part in parts if os.fsencode(part) not in content and json.dumps(part)[1:-1].encode() not in content}
+    return parts
 
 
 def _remove_orphans(path: Path, index: Path) -> None:
-    """Removes parts, whole or half written, that the index doesn't name and that no save is about to make it name."""
+    """Removes parts, whole or half written, that nothing names and that no save is about to make the index name."""
     part = re.compile(rf"({re.escape(path.stem)}-([0-9a-f]{{8}})-\d{{5}}-of-\d{{5}}\.safetensors)")
     half = re.compile(rf"\.{part.pattern}\.[0-9a-f]{{12}}\.tmp")
-    try:
-        there = [entry.name for entry in os.scandir(path.parent)]
-    except OSError:
-        return
+    there = os.listdir(path.parent)
     for name in {match[1] for match in map(half.fullmatch, there) if match}:
         remove_left_behind(path.with_name(name))
     remove_left_behind(index)
     under_way = set(map(_token, being_written(index)))
-    # Read after that: a save that ended in the meantime has made it name its parts.
-    standing = _parts_named(path, index)
-    for match in filter(None, map(part.fullmatch, there)):
-        if standing is not None and match[1] not in standing and match[2] not in under_way:
-            with suppress(OSError):
-                path.with_name(match[1]).unlink(missing_ok=True)
+    # The index is read after that: a save that ended in the meantime has made it name its parts.
+    _remove_unnamed(path, index, {match[1] for match in map(part.fullmatch, there) if match and match[2] not in under_way})
 
 
 def _parts_named(path: Path, index: Path) -> set[str] | None:
@@ -220,27 +266,58 @@ def _parts_named(path: Path, index: Path) -> set[str] | None:
         return set()
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    called = (str(name) for name in names)
-    return {name for name in called if re.fullmatch(rf"{re.escape(path.stem)}-[^/]*\.safetensors", name)}
+    plain = filter(untrusted.is_plain_name, names)
+    return {name for name in plain if re.fullmatch(rf"{re.escape(path.stem)}-.*\.safetensors", name)}
 
 
 def read(path: Path) -> Iterator[tuple[str, np.ndarray | QuantizedArray]]:
     """Yields (name, array) for everything in a file or several, one at a time."""
     from . import quantized_model
 
-    yield from quantized_model.read_model(open_whole(path))
+    with closing(open_whole(path)) as model:
+        yield from quantized_model.read_model(model)
 
 
 def open_whole(path: Path) -> Model:
     """The tensors of one file or several, not read yet, as if they were in one; `path` and errors are those of `load`."""
+    from .modelfile import as_bad_file, open_model
+
+    with as_bad_file(path):
+        if path.is_dir():
+            path = path / "model.safetensors"
+        index = path if path.name.endswith(INDEX) else path.with_name(path.name + INDEX)
+        before = _standing(path, index)
+        for _ in range(_ATTEMPTS):
+            try:
+                model = _open_parts(index) if path == index or before[0] is None is not before[1] else open_model(path)
+            except BadFile:
+                # A save may have come in between, and have removed what was looked for.
+                if before == (before := _standing(path, index)):
+                    raise
+                continue
+            # The parts that an index names belong together for as long as it stands.
+            if model.path != index or before == (before := _standing(path, index)):
+                return model
+        raise BadFile(path, f"was replaced {_ATTEMPTS} times while it was opened")
+
+
+def _standing(*paths: Path) -> tuple[tuple[int, ...] | None, ...]:
+    """Which files have these names now; None where none has."""
+
+    def state(path: Path) -> tuple[int, ...] | None:
+        try:
+            found = os.stat(path)
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+    return tuple(map(state, paths))
+
+
+def _open_parts(index: Path) -> Model:
     from . import quantized_model
     from .modelfile import open_model
 
-    if path.is_dir():
-        path = path / "model.safetensors"
-    index = path if path.name.endswith(INDEX) else path.with_name(path.name + INDEX)
-    if path != index and (path.exists() or not index.exists()):
-        return open_model(path)
     try:
         where = untrusted.read_json(index)["weight_map"]
         files = sorted(set(where.values()))

@@ -1,4 +1,11 @@
-"""Finds the CUDA kernel library, or builds it with nvcc into a cache."""
+"""Finds the CUDA kernel library, or builds it with nvcc into a cache.
+
+    ~/.cache/blockfp/KEY/libblockfp_cuda.so        KEY is a digest of the sources and the flags
+    ~/.cache/blockfp/KEY/libblockfp_cuda.sha256    of the library, written when it was built
+
+Code is loaded from there, so nobody else may be able to put any: what belongs to another user, or what others may write, is
+refused with its path. A library that isn't what was built, such as an empty one, is built again.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +14,12 @@ import fcntl
 import hashlib
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -71,19 +80,85 @@ def where() -> Path:
     return installed(LIBRARY) or _cache() / _digest(_sources(), flags_for(*architectures())) / LIBRARY
 
 
-def find_or_build() -> Path:
-    """Path of the library, which is built now if it is not there. One of several processes builds, the others wait for it."""
+def find() -> Path | None:
+    """Path of the library, or None where it must be built first.
+
+    Raises:
+        RuntimeError: what is in the cache, or in the way of it, may be somebody else's.
+    """
     path = where()
-    if path.is_file():
+    if path.parent.parent != _cache():
         return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_suffix(".lock"), "w") as lock:
+    _check_folders(path.parent)
+    sum = path.with_suffix(".sha256")
+    if not path.exists() or not sum.exists():
+        return None
+    for file in (path, sum):
+        _check_own(file)
+    return path if _sum(path) == sum.read_text() else None
+
+
+def find_or_build() -> Path:
+    """Path of the library, which is built now if it is not there. One of several processes builds, the others wait for it.
+
+    Raises:
+        RuntimeError: as `find`, or the compiler failed.
+        OSError: there is no compiler, or the cache can't be written.
+    """
+    if found := find():
+        return found
+    path = where()
+    _make_folder(path.parent)
+    _check_folders(path.parent)
+    with os.fdopen(os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.is_file():
-            names = ", ".join(f"sm_{a}" for a in architectures())
-            print(f"blockfp: building its CUDA kernels for {names}, once, into {path.parent}", file=sys.stderr, flush=True)
-            build(path, flags_for(*architectures()))
+        if found := find():
+            return found
+        if path.exists():
+            print(f"blockfp: {path} is not what was built, by its SHA-256", file=sys.stderr, flush=True)
+        names = ", ".join(f"sm_{a}" for a in architectures())
+        print(f"blockfp: building its CUDA kernels for {names}, once, into {path.parent}", file=sys.stderr, flush=True)
+        build(path, flags_for(*architectures()))
+        sum = path.with_suffix(".sha256")
+        sum.unlink(missing_ok=True)
+        with os.fdopen(os.open(sum, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+            file.write(_sum(path))
     return path
+
+
+def _sum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _make_folder(path: Path) -> None:
+    """Makes a folder and those above it that aren't there, for this user alone whatever the umask is."""
+    if not path.is_dir():
+        _make_folder(path.parent)
+        with suppress(FileExistsError):
+            path.mkdir(0o700)
+
+
+def _check_folders(folder: Path) -> None:
+    """Raises RuntimeError where others may have put something into a folder of the cache, or can."""
+    for each in (folder.parent, folder):
+        if os.path.lexists(each):
+            _check_own(each)
+    for above in (folder.parent.parent, folder.parent.resolve().parent):
+        if above.exists() and above.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
+            raise _refused(folder.parent, f"can be renamed by everybody, as {above} has no sticky bit")
+
+
+def _check_own(path: Path) -> None:
+    for found in (path.lstat(), path.stat()):
+        if found.st_uid not in (0, os.geteuid()):
+            raise _refused(path, f"belongs to uid {found.st_uid}")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise _refused(path, f"has mode {stat.S_IMODE(found.st_mode):04o}, with which others may write it")
+
+
+def _refused(path: Path, why: str) -> RuntimeError:
+    return RuntimeError(f"{path} {why}; no code is loaded from there: remove it, or set XDG_CACHE_HOME to a folder of your own")
 
 
 def flags_for(*architectures: str) -> tuple[str, ...]:
@@ -100,8 +175,12 @@ def _sources() -> Path:
 
 
 def _cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "blockfp"
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():  # which the XDG specification says to ignore
+        base = Path.home() / ".cache"
+    if not base.is_absolute():
+        raise RuntimeError(f"the home folder {str(Path.home())!r} is no absolute path: set HOME, or XDG_CACHE_HOME, to one")
+    return base / "blockfp"
 
 
 def _nvcc() -> str:
@@ -152,6 +231,7 @@ def build(path: Path, flags: tuple[str, ...]) -> None:
 
     Raises:
         RuntimeError: the compiler failed; the message is its own.
+        OSError: there is no compiler, or the library can't be written.
     """
     from tvm_ffi import libinfo
 
@@ -164,6 +244,11 @@ def build(path: Path, flags: tuple[str, ...]) -> None:
         tvm = Path(libinfo.find_libtvm_ffi())
         link = [_nvcc(), "-shared", "-cudart", "static", *(str(target) for _, target in calls)]
         _run([*link, f"-L{tvm.parent}", "-ltvm_ffi", "-ldl", "-o", str(linked)])
+        if not linked.stat().st_size:
+            raise RuntimeError(f"{link[0]} has made an empty library")
+        linked.chmod(0o644)
+        with linked.open("rb") as file:
+            os.fsync(file.fileno())
         os.replace(linked, path)
 
 

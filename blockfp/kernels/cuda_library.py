@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from . import switch
-from .cuda_build import device_count, find_or_build, where
+from .cuda_build import device_count, find, find_or_build, where
 from .library import Library, NothingToRunOn
 
 _NO_DEVICE = "no CUDA device is here"
@@ -45,7 +45,6 @@ def status() -> str:
     if _cuda.why_not or device_count() == 0:
         return _cuda.missing(_cuda.why_not or _NO_DEVICE)
     try:
-        path = where()
+        return str(find() or f"not built yet: their first use builds {where()}")
     except (OSError, RuntimeError) as error:
         return _cuda.missing(f"{type(error).__name__}: {error}")
-    return str(path) if path.is_file() else f"not built yet: their first use builds {path}"

@@ -27,7 +27,10 @@ class _Block:
 
     def __init__(self, size: int):
         self.size = size
-        self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"a result of {size} bytes can't be allocated: {error.strerror}") from error
         self.address = np.frombuffer(self.memory, np.uint8).ctypes.data
 
 

@@ -43,9 +43,9 @@ TORCH = (
 
 LATE = {
     "blockfp.check.plot": "takes matplotlib",
-    "blockfp.files.contents": "takes safetensors, which an extra brings",
-    "blockfp.files.modelfile": "takes safetensors, which an extra brings",
-    "blockfp.files.quantized_model": "takes safetensors, which an extra brings",
+    "blockfp.files.contents": "takes zipfile and more, which quantizing doesn't need",
+    "blockfp.files.modelfile": "takes zipfile and more, which quantizing doesn't need",
+    "blockfp.files.quantized_model": "takes zipfile and more, which quantizing doesn't need",
     "blockfp.jax_backend.implementations.pallas.arrays": "takes Mosaic, which is slow to import",
     "blockfp.torch_backend.checkpoint.checkpoint_files": "takes DCP, which is a second's import",
     "blockfp.torch_backend.checkpoint.index": "takes DCP, which is a second's import",

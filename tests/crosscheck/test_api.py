@@ -99,7 +99,7 @@ def test_what_is_returned_is_exported(face):
 
 
 def test_errors_need_nothing():
-    """`except blockfp.errors.BadFile` works where safetensors isn't."""
+    """`except blockfp.errors.BadFile` works where nothing optional is."""
     errors = importlib.import_module("blockfp.errors")
     raised = {name: value for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)}
     assert set(raised) == {"BadBackend", "BadCheckpoint", "BadFile"}

@@ -1,9 +1,13 @@
 """`blockfp check --compare` of two reports, and backends of a user's own."""
 
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
+from processes import LIMIT
 from samples import sample
 from typer.testing import CliRunner
 
@@ -104,7 +108,16 @@ def test_versions_are_said_and_count_for_nothing(path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "is no JSON"), ("[]", "is no report of blockfp check"), ('{"files": 3}', "is no report"), ("\xff", "is no JSON")],
+    [
+        ("{", "is no JSON"),
+        ("[]", "is no report of blockfp check"),
+        ('{"files": 3}', "is no report"),
+        ("\xff", "is no JSON"),
+        ("[" * 100_000, "is no JSON: maximum recursion depth"),
+        ('{"files": [], "files": []}', "is no JSON: 'files' is there twice"),
+        ("9" * 5000, "is no JSON"),
+        ('{"files": [], "identical": true, "backends": {}, "versions": "x"}', "is no report"),
+    ],
 )
 def test_what_is_no_report(path, text, message):
     other = path.with_name("other.json")
@@ -112,6 +125,77 @@ def test_what_is_no_report(path, text, message):
     result = run("check", "--compare", path, other)
     assert result.exit_code == 2
     assert f"{other}: {message}" in " ".join(result.stderr.split())
+
+
+def the_tensor(found):
+    return found["files"][0]["tensors"][0]
+
+
+def put(into, key, value):
+    return lambda found: into(found).__setitem__(key, value)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("value", [7, None, [1], {"a": 1}, True])
+@pytest.mark.parametrize(
+    ("into", "key"),
+    [
+        (the_tensor, "sha256"),
+        (the_tensor, "dtype"),
+        (the_tensor, "name"),
+        (the_tensor, "checks"),
+        (lambda found: the_tensor(found)["shape"], 0),
+        (lambda found: the_tensor(found)["checks"][0], "codes_sha256"),
+        (lambda found: the_tensor(found)["checks"][0], "format"),
+        (lambda found: found["versions"], "numpy"),
+        (lambda found: found["backends"], "numpy"),
+        (lambda found: found, "versions"),
+    ],
+)
+def test_a_report_of_other_types(path, into, key, value, side):
+    pair = [path, path]
+    pair[side] = changed(path, put(into, key, value))
+    result = run("check", "--compare", *pair)
+    if (key, value) == (0, 7):  # a size
+        assert result.exit_code == 1
+        return
+    assert result.exit_code == 2, result.output
+    assert f"{pair[side]}: is no report of blockfp check" in " ".join(result.stderr.split())
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert isinstance(result.exception, SystemExit)
+
+
+def test_hashes_that_are_there_twice_are_not_passed_over(path):
+    """The second would hide the first."""
+    for double in (
+        lambda found: the_tensor(found)["checks"].append(the_tensor(found)["checks"][0]),
+        lambda found: found["files"][0]["tensors"].append(the_tensor(found)),
+    ):
+        other = changed(path, double)
+        result = run("check", "--compare", path, other)
+        assert result.exit_code == 2, result.output
+        assert "which is there twice" in result.stderr
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "nothing", "too long"])
+def test_a_report_that_is_no_file(path, kind):
+    """Nothing waits for a pipe, or reads a device to its end."""
+    other = path.with_name("other.json")
+    if kind == "pipe":
+        os.mkfifo(other)
+    elif kind == "device":
+        other.symlink_to("/dev/zero")
+    elif kind == "folder":
+        other.mkdir()
+    elif kind == "too long":
+        with other.open("wb") as file:
+            file.truncate(2**30 + 1)
+    command = [sys.executable, "-m", "blockfp", "check", "--compare", path, other]
+    done = subprocess.run(command, cwd=path.parent, capture_output=True, text=True, timeout=LIMIT)
+    assert (done.returncode, done.stdout) == (2, "")
+    why = {"folder": "is a directory", "nothing": "No such file", "too long": "is no JSON: the file of 1073741825 bytes is not"}
+    assert done.stderr.startswith(f"error: {other}: {why.get(kind, 'is no regular file')}")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_options_that_do_not_go_together(path):

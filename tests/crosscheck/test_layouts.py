@@ -1,8 +1,13 @@
 """Released quantized models, written to each layout by hand, and read."""
 
+import importlib.util
+import json
+import random
+
 import numpy as np
 import pytest
-from released_files import BF16, E8M0, FP8, fp8_codes, some_bytes, spread, uniform, values_of, write
+from bad_files import changed
+from released_files import BF16, E8M0, FP8, fp8_codes, run, some_bytes, spread, uniform, values_of, write
 
 import blockfp
 from blockfp.errors import BadFile
@@ -135,6 +140,157 @@ def test_codes_without_scales_are_refused(told, name, tmp_path):
     file = alone if told else alone | {"a.weight": A, "a.weight_scale": ONE}
     with pytest.raises(BadFile, match=f"{name}'.* without scales"):
         blockfp.load(write(tmp_path / "model.safetensors", file, config))
+
+
+def int8(*shape):
+    return some_bytes(*shape).view(np.int8)
+
+
+FOREIGN = {
+    "hqq": ({"a.W_q": some_bytes(32, 64), "a.scale": np.ones((64, 1), BF16), "a.zero": np.ones((64, 1), BF16)}, "a.W_q"),
+    "hqq of 3 bits": ({"a.W_q": INT4, "a.scale": np.ones((64, 1), BF16), "a.zero": np.ones((64, 1), BF16)}, "a.W_q"),
+    "eetq": ({"a.weight": int8(32, 64), "a.weight_scales": np.ones(64, np.float16)}, "a.weight"),
+    "aqlm": (
+        {"a.codes": int8(8, 4, 2), "a.codebooks": np.ones((2, 16, 1, 8), BF16), "a.scales": np.ones((8, 1), BF16)},
+        "a.codes",
+    ),
+    "aqlm of 16 bits": ({"a.codes": int8(8, 4, 4).view(np.int16), "a.codebooks": np.ones((2, 16, 1, 8), BF16)}, "a.codes"),
+    "torchao": ({"a._weight_qdata": int8(32, 64), "a._weight_scale": np.ones((32, 1), BF16)}, "a._weight_qdata"),
+    "gptq": ({"a.qweight": INT4, "a.scales": np.ones((1, 4), np.float16)}, "a.qweight"),
+    "spqr": ({"a.dense_weights": INT4.reshape(-1)}, "a.dense_weights"),
+}
+"""Models of methods that have no layout here, as their libraries write them, and the name of the codes."""
+
+
+@pytest.mark.parametrize("method", FOREIGN)
+def test_integers_of_a_method_that_is_not_known_are_refused(method, tmp_path):
+    """They would be taken for values; by every face and command that reads quantized models."""
+    file, name = FOREIGN[method]
+    file |= {"norm.weight": np.ones(64, BF16), "embed.weight": np.ones((4, 64), BF16)}
+    told = {"quantization_config": {"quant_method": method.split()[0], "bits": 8}}
+    path = write(tmp_path / "model.safetensors", file, told)
+    what = f"{path}, tensor '{name}': is {file[name].dtype} {file[name].shape} without scales"
+    faces = ["blockfp", *(f"blockfp.{library}" for library in ("torch", "jax") if importlib.util.find_spec(library))]
+    for face in faces:
+        with pytest.raises(BadFile) as caught:
+            importlib.import_module(face).load(tmp_path)
+        assert str(caught.value).startswith(what)
+        assert f"config.json says '{method.split()[0]}', a method that has no layout here" in str(caught.value)
+    out = tmp_path / "out.safetensors"
+    for command in (
+        ("quantize", path, out, "--format", "nvfp4"),
+        ("dequantize", path, out),
+        ("convert", path, out, "--layout", "blockfp"),
+        ("check", path, "--source", path),
+    ):
+        result = run(*command)
+        assert result.exit_code == 2, result.output
+        assert what in result.stderr.replace("\n", "")
+    assert not out.exists()
+    # Of a model with pictures the settings are in a part of their own; without any it's a file of integers.
+    write(path, file, {"text_config": told})
+    with pytest.raises(BadFile, match="without scales"):
+        blockfp.load(path)
+    write(path, file, {"architectures": ["Plain"]})
+    assert set(blockfp.load(path)) == set(file)
+
+
+def test_other_integers_of_a_known_method_are_values(tmp_path):
+    """Tables of tokens and positions; but not bytes, which are codes."""
+    tables = {
+        "ids": np.arange(512)[None],
+        "experts": np.arange(64, dtype=np.int32).reshape(8, 8),
+        "order": np.arange(8, dtype=np.int8),
+    }
+    file = {"a.weight": A, "a.weight_scale": ONE, **tables}
+    own = {"a.rng_key": np.arange(2, dtype=np.uint32), "a.step": np.arange(1, dtype=np.int32)}
+    config = {"quantization_config": {"quant_method": "blockfp"}}
+    assert blockfp.load(write(tmp_path / "own.safetensors", own, config)).keys() == own.keys()
+    config = {"quantization_config": {"quant_method": "fp8"}}
+    got = blockfp.load(write(tmp_path / "model.safetensors", file, config))
+    for name, table in tables.items():
+        np.testing.assert_array_equal(got[name], table)
+    with pytest.raises(BadFile, match=r"tensor 'b.weight': is uint8 \(8, 32\) without scales"):
+        blockfp.load(write(tmp_path / "model.safetensors", file | {"b.weight": some_bytes(8, 32)}, config))
+
+
+@pytest.mark.parametrize("text", ["{", "\xff", "[" * 10_000, '{"a": 1, "a": 2}'])
+def test_settings_that_cannot_be_read_are_not_passed_over(text, tmp_path):
+    for name, file in {"codes": {"a.weight": A, "a.weight_scale": ONE}, "integers": {"a.weight": int8(32, 64)}}.items():
+        path = write(tmp_path / f"{name}.safetensors", file)
+        path.with_name("config.json").write_text(text, encoding="latin-1")
+        with pytest.raises(BadFile, match=r"config\.json: can't be read, and may say how the model is quantized"):
+            blockfp.load(path)
+        write(tmp_path / "values.safetensors", {"a.weight": np.ones((4, 4), BF16)})
+        assert set(blockfp.load(tmp_path / "values.safetensors")) == {"a.weight"}
+
+
+def test_settings_changed_anyhow(tmp_path):
+    """A file is read, or refused, whatever stands in config.json."""
+    scheme = {"strategy": "block", "block_structure": [128, 128], "group_size": 128}
+    told = {"quant_method": "fp8", "weight_block_size": [128, 128], "transform_config": {"config_groups": {}}}
+    config = {"dtype": "float16", "quantization_config": told | {"config_groups": {"group_0": {"weights": scheme}}}}
+    path = write(tmp_path / "model.safetensors", {"a.weight": A, "a.weight_scale_inv": np.ones((1, 1), np.float32)})
+    rng, refused = random.Random(0), 0
+    for _ in range(300):
+        path.with_name("config.json").write_text(json.dumps(changed(rng, config)))
+        try:
+            assert blockfp.load(path)["a.weight"].shape == (8, 64)
+        except BadFile:
+            refused += 1
+    assert 0 < refused < 300
+
+
+def one_of(value, dtype=np.float32, shape=(1,)):
+    return np.full(shape, value, dtype)
+
+
+@pytest.mark.parametrize("ending", ["_packed", ""], ids=["compressed-tensors", "modelopt"])
+def test_a_scale_above_the_scales_of_16_bits(ending, tmp_path):
+    """As saving a model after `.to(bfloat16)` leaves it: the number that is there."""
+    codes, scales = some_bytes(48, 32), fp8_codes(48, 4) & 0x7F
+    second = "_global_scale" if ending else "_scale_2"
+    file = {f"a.weight{ending}": codes, "a.weight_scale": scales.view(FP8), f"a.weight{second}": one_of(0.3, BF16)}
+    q = blockfp.load(write(tmp_path / "model.safetensors", file))["a.weight"]
+    factor = np.float32(BF16.type(0.3))
+    assert q.tensor_scale == (np.float32(1) / factor if ending else factor)
+
+
+@pytest.mark.parametrize("value", [0.0, np.nan, np.inf, -np.inf, 1e-45])
+def test_a_scale_above_the_scales_that_is_no_number(value, tmp_path):
+    """Of those that multiply zero and the smallest are numbers; dividing by them gives none."""
+    codes, scales = some_bytes(48, 32), fp8_codes(48, 4) & 0x7F
+    for ending, second in (("_packed", "_global_scale"), ("", "_scale_2")):
+        file = {f"a.weight{ending}": codes, "a.weight_scale": scales.view(FP8), f"a.weight{second}": one_of(value)}
+        path = write(tmp_path / f"model{second}.safetensors", file)
+        if np.isfinite(value) and not ending:
+            assert blockfp.load(path)["a.weight"].tensor_scale == np.float32(value)
+            continue
+        with pytest.raises(
+            BadFile, match=f"tensor 'a.weight{second}': holds a scale that is (-?inf|nan): scales.* must be finite"
+        ):
+            blockfp.load(path)
+
+
+def test_a_scale_above_the_scales_that_is_missing_is_named(tmp_path):
+    file = {"a.weight_packed": some_bytes(48, 32), "a.weight_scale": (fp8_codes(48, 4) & 0x7F).view(FP8)}
+    with pytest.raises(BadFile, match=r"tensor 'a\.weight': .*\(a\.weight_scale\) and without a\.weight_global_scale, the one"):
+        blockfp.load(write(tmp_path / "model.safetensors", file))
+    file["a.weight_global_scale"] = np.ones(2, np.float32)
+    with pytest.raises(BadFile, match=r"and one above them, float32 \(2,\) \(a\.weight_global_scale\): a way to quantize"):
+        blockfp.load(write(tmp_path / "model.safetensors", file))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_scales_that_are_no_numbers(value, tmp_path):
+    """Of a tensor, of rows and of blocks."""
+    for name, scales in {"": np.ones(()), "_row": np.ones((8, 1)), "_inv": np.ones((1, 1))}.items():
+        scales = scales.astype(np.float32 if name != "_row" else BF16)
+        scales.reshape(-1)[-1] = value
+        ending = "_scale_inv" if name == "_inv" else "_scale"
+        path = write(tmp_path / f"model{name}.safetensors", {"a.weight": A, f"a.weight{ending}": scales})
+        with pytest.raises(BadFile, match=f"tensor 'a.weight{ending}': holds a scale that is {value}: scales must be finite"):
+            blockfp.load(path)
 
 
 def test_plain_fp8_is_an_array(tmp_path):

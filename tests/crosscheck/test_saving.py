@@ -1,6 +1,9 @@
 """`blockfp.save` over what is there: the new file is whole and readable, or the old one stays as it was."""
 
 import json
+import os
+import stat
+import warnings
 
 import numpy as np
 import pytest
@@ -68,6 +71,101 @@ def test_an_index_that_is_not_ours_removes_nothing(tmp_path):
         blockfp.save(tmp_path / "model.safetensors", OLD, file_bytes=PAIR)
         assert {"config.json", "other.safetensors"} < names(tmp_path)
         assert_holds(tmp_path, OLD)
+
+
+def moved(index, name):
+    return index.rename(index.with_name(name))
+
+
+def copied(index, name):
+    index.with_name(name).write_bytes(index.read_bytes())
+
+
+def compact(index, name):
+    """As another program writes the same, after some white space."""
+    content = json.loads(index.read_text())
+    index.with_name(name).write_text("\n  " + json.dumps(content, separators=(",", ":")))
+
+
+def linked(index, name):
+    (index.parent / "elsewhere").mkdir()
+    index.with_name(name).symlink_to(index.rename(index.parent / "elsewhere" / "index"))
+
+
+@pytest.mark.parametrize("name", ["best.safetensors.index.json", "model.safetensors.index.json.bak", "kept"])
+@pytest.mark.parametrize("keep", [moved, copied, compact, linked])
+@pytest.mark.parametrize("after", [None, PAIR])
+def test_parts_that_another_index_names_stay(tmp_path, keep, name, after):
+    """One that somebody has renamed, or copied, before the next save."""
+    path = tmp_path / "mödel.safetensors"
+    index = path.with_name("mödel.safetensors.index.json")
+    blockfp.save(path, OLD, file_bytes=PAIR)
+    parts = set(json.loads(index.read_text())["weight_map"].values())
+    keep(index, name)
+    for _ in range(2):
+        blockfp.save(path, NEW, file_bytes=after)
+        assert_holds(path, NEW)
+        assert parts < names(tmp_path)
+        # Read under the name that an index needs.
+        (tmp_path / "read.safetensors.index.json").write_bytes((tmp_path / name).read_bytes())
+        assert_holds(tmp_path / "read.safetensors", OLD)
+        (tmp_path / "read.safetensors.index.json").unlink()
+    (tmp_path / name).unlink()
+    blockfp.save(path, NEW, file_bytes=after)
+    assert not parts & names(tmp_path)
+
+
+def test_parts_that_an_unreadable_index_may_name_stay(tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    blockfp.save(path, OLD, file_bytes=PAIR)
+    index = tmp_path / "model.safetensors.index.json"
+    parts = set(json.loads(index.read_text())["weight_map"].values())
+    moved(index, "best.json")
+    real = os.open
+
+    def unreadable(name, *more, **options):
+        if str(name).endswith("best.json"):
+            raise PermissionError(13, "Permission denied", str(name))
+        return real(name, *more, **options)
+
+    monkeypatch.setattr(os, "open", unreadable)
+    blockfp.save(path, NEW, file_bytes=PAIR)
+    monkeypatch.undo()
+    assert parts < names(tmp_path)
+
+
+@pytest.mark.parametrize("after", [None, PAIR])
+@pytest.mark.parametrize("before", [None, PAIR])
+def test_a_private_model_stays_private(tmp_path, before, after):
+    path = tmp_path / "model.safetensors"
+    blockfp.save(path, OLD, file_bytes=before)
+    for file in tmp_path.iterdir():
+        file.chmod(0o600)
+    blockfp.save(path, NEW, file_bytes=after)
+    assert_holds(path, NEW)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()} == {0o600}
+
+
+@pytest.mark.parametrize("file_bytes", [None, PAIR])
+def test_leftovers_of_a_model_that_has_been_saved_are_a_warning(tmp_path, monkeypatch, file_bytes):
+    """Parts that can't be removed, and a folder that can't be listed: the new model is there all the same."""
+    path = tmp_path / "model.safetensors"
+    blockfp.save(path, OLD, file_bytes=PAIR)
+
+    def failing(*_, **__):
+        raise OSError(5, "Input/output error")
+
+    for name in ("unlink", "listdir"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, failing)
+            with pytest.warns(UserWarning, match="has been saved, and the older model's parts can't all be removed"):
+                blockfp.save(path, NEW, file_bytes=file_bytes)
+        assert_holds(path, NEW)
+        blockfp.save(path, OLD, file_bytes=PAIR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        blockfp.save(path, NEW, file_bytes=file_bytes)
+    assert len(names(tmp_path)) == (1 if file_bytes is None else 3)
 
 
 @pytest.mark.parametrize(

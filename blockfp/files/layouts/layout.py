@@ -13,16 +13,14 @@ from array_api_compat import array_namespace
 
 from ...definition import layout
 from ...definition.bits import Array
-from ...definition.views import dtype_of
 from ...errors import BadFile
-from ...formats import E4M3, Format
+from ...formats import Format
 from .. import saving, untrusted
-from ..atomic import replacing
+from ..atomic import make_folder, replacing
 from ..contents import Contents, Progress, Weight
 from ..export import write
 from ..modelfile import Tensor
-
-FP8 = dtype_of(E4M3.native_dtype)
+from ..released import FP8
 
 
 class Layout(ABC):
@@ -81,11 +79,12 @@ def write_layout(known: Layout, model: Contents, folder: Path, file_bytes: int |
         tensors |= {tensor.name: tensor for tensor in known.laid_out(weight)}
     path = folder / "model.safetensors"
     saving.entries_of(path, tensors)
-    folder.mkdir(parents=True, exist_ok=True)
+    configs = {name: {**_beside(model.path, name), **content} for name, content in known.configs(model).items()}
+    make_folder(folder)
     write(path, tensors, file_bytes, done, {"format": "pt"}, own=False)
-    for name, content in known.configs(model).items():
+    for name, content in configs.items():
         with replacing(folder / name) as temporary:
-            temporary.write_text(json.dumps({**_beside(model.path, name), **content}, indent=1) + "\n")
+            temporary.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _beside(path: Path, name: str) -> dict[str, Any]:
@@ -96,6 +95,8 @@ def _beside(path: Path, name: str) -> dict[str, Any]:
         found = untrusted.read_json(path.with_name(name))
     except FileNotFoundError:
         return {}
+    except (OSError, ValueError) as error:
+        raise BadFile(path.with_name(name), error) from error
     if not isinstance(found, dict):
         raise BadFile(path.with_name(name), "is not an object of JSON")
     return found
