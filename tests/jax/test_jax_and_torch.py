@@ -39,7 +39,7 @@ def operands_of(recipe, operand):
     multiplier = None if recipe.delayed is None else jnp.asarray(MULTIPLIER)
     key = jnp.asarray([KEY >> 32, KEY & 0xFFFFFFFF], jnp.uint32)
     if operand == "input":
-        return jax.jit(lambda x: input_operands(x, recipe, HERE, multiplier, key))
+        return jax.jit(lambda x: input_operands(x, recipe, HERE, multiplier))
     return jax.jit(lambda x: gradient_operands(x, recipe, HERE, multiplier, key))
 
 
