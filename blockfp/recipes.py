@@ -320,8 +320,7 @@ def for_linear(recipe: Recipe | str, compute: Compute = "quantized") -> Recipe:
         raise ValueError(f"compute must be 'quantized' or 'high_precision', got {compute!r}")
     for operand in ("input", "weight"):
         for direction in DIRECTIONS:
-            cast = recipe.cast(operand, direction)
-            if cast.stochastic and not cast.eden:
+            if recipe.cast(operand, direction).stochastic:
                 raise ValueError(f"recipe {recipe}: {operand} {direction} is stochastic, but only gradients are rounded so")
     for cast in (recipe.input, recipe.weight, recipe.gradient, recipe.weight_columnwise):
         if cast.rotate:
