@@ -32,7 +32,6 @@ SAME = ("size", "parameters", "tokens", "steps", "batch", "text")
 """Settings that the runs of one file of results have in common."""
 PUBLISHED = (
     ("nvfp4_4over6", "nvfp4", "4-over-6 better than plain NVFP4"),
-    ("nvfp4_eden", "nvfp4", "MS-EDEN better than stochastic rounding"),
     ("mxfp8", "mxfp8_floor", "rule ceil better than floor, MXFP8"),
     ("mxfp4", "mxfp4_floor", "rule ceil better than floor, MXFP4"),
 )

@@ -21,7 +21,7 @@ import torch
 from blockfp.torch_backend.custom_ops import cuda
 from gpu_peers import peers
 
-from blockfp.definition import bits, eden, layout, numerics, rotation
+from blockfp.definition import bits, layout, numerics, rotation
 from blockfp.formats import FORMATS, Format
 from blockfp.kernels import cuda_library
 from blockfp.kernels.format_numbers import format_numbers
@@ -31,8 +31,7 @@ SHAPES = ((16384, 8192), (4096, 4096), (8190, 4094))
 ODD_GOAL = 0.7
 """Share of the copy to reach with the last of the shapes, whose rows begin where no vector does."""
 
-# name, format, directions (r, c, rc; p: rotated column; e: column by MS-EDEN), stochastic, share of the copy to reach at
-# 16384 x 8192.
+# name, format, directions (r, c, rc; p: rotated column), stochastic, share of the copy to reach at 16384 x 8192.
 CASES = (
     ("FP8 per tensor, given scale", "fp8_e4m3", "r", False, 0.97),
     ("FP8 per tensor, given scale", "fp8_e4m3", "c", False, None),
@@ -57,8 +56,6 @@ CASES = (
     ("NVFP4 4-over-6 16x16, amax given", "nvfp4_4over6_16x16", "rc", False, 0.60),
     ("NVFP4 rotated column", "nvfp4", "rp", False, 0.60),
     ("NVFP4 rotated column", "nvfp4", "rp", True, 0.42),
-    ("NVFP4 by MS-EDEN, amax given", "nvfp4", "e", False, 0.30),
-    ("NVFP4 by MS-EDEN, with amax", "nvfp4", "e", "measure", None),
     ("MXFP6 E3M2", "mxfp6_e3m2", "r", False, 0.75),
     ("MXFP6 E2M3", "mxfp6_e2m3", "r", False, 0.75),
     ("MXFP4", "mxfp4_e2m1", "r", False, 0.75),
@@ -150,40 +147,6 @@ class Case:
             torch.cuda.empty_cache()
 
 
-class EdenCase:
-    """The same of the transposed direction by MS-EDEN."""
-
-    def __init__(self, x, format: Format, directions: str, mode):
-        self.x, self.mode = x, mode
-        self.key = torch.tensor([1, 2], dtype=torch.int32, device="cuda")
-        shape = (x.shape[1], x.shape[0])
-        self.parts = [
-            torch.empty(size, dtype=getattr(torch, dtype), device="cuda") for size, dtype in layout.parts(shape, format)
-        ]
-        self.amax = torch.zeros(2, dtype=torch.int32, device="cuda")
-        self._run(True)
-
-    def _run(self, measure: bool):
-        cuda_library.library().quantize_eden(self.x, self.amax, self.key, *self.parts, 1, measure, True, 0, 0, 0, 0)
-
-    def __call__(self):
-        self._run(self.mode == "measure")
-
-    def bytes(self) -> int:
-        return (2 if self.mode == "measure" else 1) * byte_count(self.x) + byte_count(*self.parts)
-
-    def check(self):
-        for part in self.parts:
-            part.view(-1).view(torch.uint8).fill_(0xA5)
-        self()
-        expected = eden.quantize(eden.rotate(self.x.mT, self.key), "nvfp4", self.key)
-        for name, g, e in zip(("codes", "scales"), self.parts, expected[:2], strict=False):
-            different = int((g != e).sum())
-            assert different == 0, f"MS-EDEN: {different} bytes of {name} differ"
-        del expected
-        torch.cuda.empty_cache()
-
-
 def bench_shape(shape, rows: list, only: str, quick: bool):
     torch.manual_seed(0)
     x = torch.randn(shape, device="cuda").to(torch.bfloat16)
@@ -209,7 +172,7 @@ def bench_shape(shape, rows: list, only: str, quick: bool):
     for name, format, directions, mode, goal in CASES:
         if only and only not in format:
             continue
-        case = (EdenCase if directions == "e" else Case)(x, Format.parse(format), directions, mode)
+        case = Case(x, Format.parse(format), directions, mode)
         case.check()
         note(name, format, directions, mode, case.bytes(), milliseconds(case), goal)
         del case

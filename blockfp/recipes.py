@@ -54,7 +54,6 @@ __all__ = [
     "mxfp8",
     "nvfp4",
     "nvfp4_4over6",
-    "nvfp4_eden",
     "parse",
     "qat",
     "resolve",
@@ -151,18 +150,6 @@ def nvfp4_4over6() -> Recipe:
     )
 
 
-def nvfp4_eden() -> Recipe:
-    """NVFP4: 1x16, weights 16x16; both operands of the weight gradient by MS-EDEN, rowwise gradients stochastic.
-
-    A weight is stored in square blocks, whose codes can't be rotated: dgrad's gradient is rounded stochastically instead, which
-    is unbiased without a rotation. The input is kept as it came for the backward, which knows the signs.
-    """
-    return nvfp4().replace(name="nvfp4_eden", input_columnwise=_EDEN, gradient_columnwise=_EDEN)
-
-
-_EDEN = Cast(Format.parse("nvfp4"), eden=True)
-
-
 def qat(weight: Format | str, input: Format | str | None = None, *, eps: float = 0.0) -> Recipe:
     """Quantization-aware fine-tuning: the forward as a server of this format runs it, all gradients in high precision.
 
@@ -189,7 +176,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     f.__name__: f
     for f in (
         *(fp8_delayed, fp8_current, fp8_block, fp8_row, mxfp8, mxfp6, mxfp4, mxfp4_rotated),
-        *(nvfp4, nvfp4_4over6, nvfp4_eden),
+        *(nvfp4, nvfp4_4over6),
     )
 }
 """The named recipes."""
@@ -333,8 +320,7 @@ def for_linear(recipe: Recipe | str, compute: Compute = "quantized") -> Recipe:
         raise ValueError(f"compute must be 'quantized' or 'high_precision', got {compute!r}")
     for operand in ("input", "weight"):
         for direction in DIRECTIONS:
-            cast = recipe.cast(operand, direction)
-            if cast.stochastic and not cast.eden:
+            if recipe.cast(operand, direction).stochastic:
                 raise ValueError(f"recipe {recipe}: {operand} {direction} is stochastic, but only gradients are rounded so")
     for cast in (recipe.input, recipe.weight, recipe.gradient, recipe.weight_columnwise):
         if cast.rotate:

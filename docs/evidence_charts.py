@@ -12,7 +12,6 @@ KINDS = {
     "mxfp4": ("r1", True),
     "nvfp4": ("r0", False),
     "nvfp4_4over6": ("r0", True),
-    "nvfp4_eden": ("r1", False),
 }
 """Colour and dashes of each recipe."""
 WINDOW = 3

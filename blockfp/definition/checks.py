@@ -46,12 +46,6 @@ def check_limits(format: Format, eps: float, nominal: str) -> None:
         raise ValueError(f"nominal must be one of {', '.join(bits.LARGEST_FINITE)}, got {nominal!r}")
 
 
-def check_eden(format: Format) -> None:
-    """Raises ValueError where a format is not the one that EDEN corrects the scales of."""
-    if format.name != "nvfp4":
-        raise ValueError(f"EDEN corrects the E4M3 scales of nvfp4, in blocks of 1x16, got {format}: use nvfp4")
-
-
 def check_output_dtype(dtype: str) -> None:
     """Raises ValueError where dtype is not the name of one that values can come in."""
     if dtype not in bits.FLOAT_DTYPES:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from ..formats import Format
-from .checks import check_eden, check_eps
+from .checks import check_eps
 
 Operand = Literal["input", "weight", "gradient"]
 Direction = Literal["rowwise", "columnwise"]
@@ -38,27 +38,20 @@ class Cast:
         format: a `Format` (or its name); None keeps the operand in high precision.
         stochastic: round stochastically, with a key given at the point of use.
         rotate: apply the random Hadamard transform along the contraction axis first. Both operands of the product must.
-        eden: MS-EDEN (`definition.eden`): rotate with random signs, round to nearest, and round the corrected scales
-            stochastically. So it is stochastic and rotates. Both operands of the product must, in nvfp4.
     """
 
     format: Format | None
     stochastic: bool = False
     rotate: bool = False
-    eden: bool = False
 
     def __post_init__(self):
         if self.format is not None:
             object.__setattr__(self, "format", Format.parse(self.format))
-        elif self.stochastic or self.rotate or self.eden:
+        elif self.stochastic or self.rotate:
             raise ValueError("an operand in high precision (format None) is neither rounded stochastically nor rotated")
-        if self.eden and self.format is not None:
-            check_eden(self.format)
-            object.__setattr__(self, "stochastic", True)
-            object.__setattr__(self, "rotate", True)
 
     def _options(self) -> list[str]:
-        return ["eden"] if self.eden else [name for name in ("stochastic", "rotate") if getattr(self, name)]
+        return [name for name in ("stochastic", "rotate") if getattr(self, name)]
 
     def _text(self) -> str:
         return "+".join([self.format.name if self.format else "", *self._options()])
@@ -184,9 +177,9 @@ class Recipe:
 
     def _check_rotations(self):
         for product, (a, b) in PRODUCTS.items():
-            if self.cast(*a).rotate != self.cast(*b).rotate or self.cast(*a).eden != self.cast(*b).eden:
+            if self.cast(*a).rotate != self.cast(*b).rotate:
                 raise ValueError(
-                    f"{product} contracts {a[0]} {a[1]} with {b[0]} {b[1]}: rotate both or neither, by the same signs, "
+                    f"{product} contracts {a[0]} {a[1]} with {b[0]} {b[1]}: rotate both or neither, "
                     f"got {self.cast(*a)} and {self.cast(*b)}"
                 )
 

@@ -107,7 +107,7 @@ def e8m0_bits(stored: Array) -> Array:
     return xp.where(stored == 0xFF, bits.NAN, xp.where(stored == 0, 0x400000, stored << 23))
 
 
-def nvfp4_multiplier(amax: Array, format: Format, largest: int | None = None) -> Array:
+def nvfp4_multiplier(amax: Array, format: Format) -> Array:
     """fp32 bits of NVFP4's global multiplier G = bound * MAX / amax of the tensor; 1 where amax is 0 or Inf.
 
     `tensor_scale` is its reciprocal. (TransformerEngine's `compute_global_encode_scaling_factor_FP4`.)
@@ -115,12 +115,11 @@ def nvfp4_multiplier(amax: Array, format: Format, largest: int | None = None) ->
     Args:
         amax: int32 bits.
         format: NVFP4, whose bound is 448, or one of 4-over-6, whose name says its bound.
-        largest: fp32 bits of what stands instead of bound * MAX.
     """
     xp = array_namespace(amax)
     special = (amax == 0) | (amax == bits.INFINITY)
     safe = xp.where(special, bits.ONE, amax)
-    multiplier = bits.divide(xp.full_like(amax, largest or LARGEST_TWO_LEVEL[format]), safe)
+    multiplier = bits.divide(xp.full_like(amax, LARGEST_TWO_LEVEL[format]), safe)
     return xp.where(special, bits.ONE, bits.at_most(multiplier, bits.FP32_MAX))
 
 

@@ -20,7 +20,7 @@ _FUNCTIONS = (
     *("group_rows", "group_words", "group_columns", "quantize_groups", "sum_groups", "clear_groups"),
     *("quantize_aligned", "quantize_groups_aligned", "quantize_gated_aligned"),
     *("quantize_gated", "activation", "activation_gradient", "quantize_normed", "rms_norm"),
-    *("amax_eden", "quantize_eden", "newest_amaxes", "update_scales"),
+    *("newest_amaxes", "update_scales"),
 )
 
 

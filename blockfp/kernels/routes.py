@@ -241,7 +241,6 @@ def table() -> list[tuple[str, str, str]]:
     lines.append(("any CUDA device", f"casts, compute capability {run}", "the CUDA library's kernels"))
     lines.append(("any CUDA device", f"casts, compute capability {compiled}", "the same, compiled and never run there"))
     lines.append(("any CUDA device", "4-over-6 (nvfp4_4over6..) in blocks of 16x1", "the definition, in array operations"))
-    lines.append(("any CUDA device", "MS-EDEN (nvfp4_eden)", "PyTorch: the CUDA library's kernels; JAX: the definition"))
     lines.append(("any CUDA device", "others, values exact in bfloat16", "dequantize to bfloat16, matmul"))
     how = "dequantize to bfloat16, torch's grouped_mm; in JAX blockfp's kernel, on Hopper"
     lines.append(("any CUDA device", "the same of experts, where Hopper has no codes", how))

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal
 
-from ..definition.checks import check_eden
-from ..definition.rotation import GROUP, RANDOM_GROUP
+from ..definition.rotation import GROUP
 from ..formats import FORMATS, WHOLE_ROW, Format
 from .placement import Mesh, Partial, Placement, Replicate, Shard, Sharding, StridedShard
 from .steps import Dequantize, Gather, Plan, Quantize, Rotate, Step, Straddle, Transpose, block_length
@@ -86,7 +85,6 @@ def quantize_shards(
     columnwise: bool = False,
     rotate: bool = False,
     stochastic: bool = False,
-    eden: bool = False,
 ) -> Plan:
     """Plans how each rank's values become its part of the unsharded array's codes and scales. Only amaxes are sent.
 
@@ -99,7 +97,6 @@ def quantize_shards(
         columnwise: quantize the transposed array.
         rotate: rotate groups of 16 along the last axis (after transposition) first.
         stochastic: whether a key will be given for stochastic rounding.
-        eden: whether it will be for EDEN, which rotates groups of 128 by random signs.
 
     Raises:
         ValueError: `Partial` placements, a cut inside a rotation group, an input sharded over a data-parallel axis, or
@@ -107,7 +104,7 @@ def quantize_shards(
     """
     format = Format.parse(format)
     _check_operand(sharding, operand, data_axes)
-    steps = _quantize(format, sharding, operand, data_axes, columnwise, rotate, stochastic, eden)
+    steps = _quantize(format, sharding, operand, data_axes, columnwise, rotate, stochastic)
     target = sharding.transposed() if columnwise else sharding
     return Plan(f"quantize shards of the {operand} {_direction(columnwise)}", sharding, target, steps)
 
@@ -159,7 +156,6 @@ def gather_activation(
     columnwise: bool = False,
     rotate: bool = False,
     stochastic: bool = False,
-    eden: bool = False,
     quantized: Format | str | None = None,
 ) -> Plan:
     """Plans the all-gather of an activation or gradient, quantized before it travels if it can be.
@@ -177,7 +173,6 @@ def gather_activation(
         columnwise: whether the transposed array is wanted.
         rotate: rotate groups of 16 along the last axis (after transposition) before quantizing.
         stochastic: whether a key will be given for stochastic rounding.
-        eden: whether it will be for EDEN, which rotates groups of 128 by random signs.
         quantized: the format of what the ranks have, rowwise, if that is codes; None if it is values.
 
     Raises:
@@ -188,7 +183,7 @@ def gather_activation(
     if operand == "weight":
         raise ValueError("operand = 'weight': gather_weight plans the gather of a weight, whose codes are the stored ones")
     _check_operand(sharding, operand, data_axes)
-    derive = columnwise and format.square and not rotate and not stochastic and not eden
+    derive = columnwise and format.square and not rotate and not stochastic
     encodes_columnwise = columnwise and not derive
     whole = sharding.gathered(axes)
     target = whole.transposed() if columnwise else whole
@@ -199,11 +194,11 @@ def gather_activation(
         return Plan(use, sharding, target, (*steps, *back), reason)
 
     def quantized_at(lies: Sharding) -> tuple[Step, ...]:
-        return _quantize(format, lies, operand, data_axes, encodes_columnwise, rotate, stochastic, eden)
+        return _quantize(format, lies, operand, data_axes, encodes_columnwise, rotate, stochastic)
 
-    if have is format and not encodes_columnwise and not rotate and not eden:
+    if have is format and not encodes_columnwise and not rotate:
         return plan(*_gathers(sharding, axes, format, "codes"))
-    reason = _cut_by_gather(format, sharding, axes, encodes_columnwise, RANDOM_GROUP if eden else GROUP if rotate else None)
+    reason = _cut_by_gather(format, sharding, axes, encodes_columnwise, rotate)
     if reason is None:
         before = () if have is None else (Dequantize(have, sharding),)
         lies = sharding.transposed() if encodes_columnwise else sharding
@@ -221,32 +216,25 @@ def _quantize(
     columnwise: bool,
     rotate: bool,
     stochastic: bool,
-    eden: bool,
 ) -> tuple[Step, ...]:
     """The local steps from values to codes, with the reductions that they need."""
-    if eden:
-        check_eden(format)
-        if operand == "weight":
-            raise ValueError("eden = True: an input or a gradient is quantized by EDEN, a weight's codes are stored")
     steps: list[Step] = []
     if columnwise:
         steps.append(Transpose(sharding))
         sharding = sharding.transposed()
     last = len(sharding.shape) - 1
-    if rotate or eden:
-        group = RANDOM_GROUP if eden else GROUP
-        if not sharding.aligned(last, group):
+    if rotate:
+        if not sharding.aligned(last, GROUP):
             raise ValueError(
-                f"{'eden' if eden else 'rotate'} = True: a cut of axis {last} of {sharding} falls inside a group of {group}; "
-                f"gather over {', '.join(sharding.straddling_axes(last, group))} first (gather_activation plans that)"
+                f"rotate = True: a cut of axis {last} of {sharding} falls inside a group of {GROUP}; "
+                f"gather over {', '.join(sharding.straddling_axes(last, GROUP))} first (gather_activation plans that)"
             )
-        steps.append(Rotate(sharding if eden else None))
+        steps.append(Rotate())
     cut = [dim for dim in range(last - 1) if len(sharding.starts(dim)) > 1]
-    if (stochastic or eden) and cut:
+    if stochastic and cut:
         raise ValueError(
-            f"{'eden' if eden else 'stochastic'} = True: the random bits count the elements of the unsharded array, and "
-            f"leading axis {cut[0]} of {sharding} is cut; fold the leading axes into the rows, or quantize each matrix as an "
-            "array of its own"
+            f"stochastic = True: the random bits count the elements of the unsharded array, and leading axis {cut[0]} of "
+            f"{sharding} is cut; fold the leading axes into the rows, or quantize each matrix as an array of its own"
         )
     straddles = []
     for dim in (last - 1, last):
@@ -254,8 +242,7 @@ def _quantize(
         if not sharding.aligned(dim, block):
             straddles.append(Straddle(dim, sharding.straddling_axes(dim, block), sharding.straddling(dim, block)))
     axes = amax_axes(format, sharding.mesh, sharding.placements, operand, data_axes=data_axes)
-    corrected = operand if eden and operand != "weight" else None
-    return (*steps, Quantize(format, sharding, axes, tuple(straddles), corrected))
+    return (*steps, Quantize(format, sharding, axes, tuple(straddles)))
 
 
 def _gathers(
@@ -276,15 +263,13 @@ def _gathers(
     return tuple(gathers)
 
 
-def _cut_by_gather(
-    format: Format, sharding: Sharding, axes: tuple[str, ...], columnwise: bool, group: int | None
-) -> str | None:
+def _cut_by_gather(format: Format, sharding: Sharding, axes: tuple[str, ...], columnwise: bool, rotate: bool) -> str | None:
     """The reason why shards can't be quantized before they are gathered over these axes, or None if they can."""
     lies = sharding.transposed() if columnwise else sharding
     last = len(sharding.shape) - 1
     units = [(dim, block_length(format, lies, dim), "block") for dim in (last - 1, last)]
-    if group is not None:
-        units.append((last, group, "rotation group"))
+    if rotate:
+        units.append((last, GROUP, "rotation group"))
     for dim, unit, what in units:
         if set(lies.straddling_axes(dim, unit)) & set(axes):
             starts = lies.starts(dim)

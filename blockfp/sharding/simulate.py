@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..definition import eden, four_over_six, numerics
+from ..definition import four_over_six, numerics
 from ..definition.bits import Array
 from ..definition.layout import pack, swap_matrix, unpack
 from ..definition.numerics import Amax, Quantized
@@ -62,8 +62,7 @@ def run(
     Args:
         plan: a plan of `sharding.plans`.
         locals: what every rank holds before, by rank: values, or codes and scales.
-        key: for stochastic rounding; None rounds to nearest even. The plan must have been made with `stochastic`, or `eden`,
-            which needs one.
+        key: for stochastic rounding; None rounds to nearest even. The plan must have been made with `stochastic`.
         eps: see `numerics.quantize`.
         nominal: name of the array's nominal dtype.
 
@@ -139,19 +138,13 @@ def _carry_out(step: Step, world: list[Local], options: _Options) -> list[Local]
         case Transpose():
             return [_transpose(step, local, rank) for rank, local in enumerate(world)]
         case Rotate():
-            return [local._replace(values=_rotated(step, local.values, rank, options)) for rank, local in enumerate(world)]
+            return [local._replace(values=rotate(local.values)) for local in world]
         case Quantize():
             return _quantize(step, world, options)
         case Dequantize():
             return [_dequantize(step, local, rank, options) for rank, local in enumerate(world)]
         case Gather():
             return _gather(step, world)
-
-
-def _rotated(step: Rotate, values: np.ndarray, rank: int, options: _Options) -> np.ndarray:
-    if step.random is None:
-        return rotate(values)
-    return eden.rotate(values, options.key, step.random.region(rank).origin[1])
 
 
 def _transpose(step: Transpose, local: Local, rank: int) -> Local:
@@ -177,7 +170,6 @@ def _quantize(step: Quantize, world: list[Local], options: _Options) -> list[Loc
         field = "tensor" if format.scale.two_level else "blocks"
         whole = max_reduce(sharding.mesh, step.amax_axes, [getattr(amax, field) for amax in amaxes])
         amaxes = [amax._replace(**{field: largest}) for amax, largest in zip(amaxes, whole, strict=True)]
-    shape = (sharding.shape[-2], sharding.shape[-1])
     quantized = [
         numerics.quantize(
             local.values,
@@ -186,11 +178,9 @@ def _quantize(step: Quantize, world: list[Local], options: _Options) -> list[Loc
             eps=options.eps,
             nominal=options.nominal,
             origin=region.origin,
-            shape=shape,
+            shape=(sharding.shape[-2], sharding.shape[-1]),
             amax=amax,
         )
-        if step.eden is None
-        else eden.quantize(local.values, format, options.key, step.eden, origin=region.origin, shape=shape, amax=amax)
         for local, region, amax in zip(world, regions, amaxes, strict=True)
     ]
     return [Local(None, *q) for q in quantized]

@@ -15,9 +15,8 @@ from typing import Literal
 
 import numpy as np
 
-from ..definition.eden import Operand
 from ..definition.layout import block_grid, packed_columns
-from ..definition.rotation import GROUP, RANDOM_GROUP
+from ..definition.rotation import GROUP
 from ..formats import Format
 from .placement import Region, Sharding
 
@@ -59,17 +58,10 @@ class Transpose:
 
 @dataclass(frozen=True)
 class Rotate:
-    """Rotate the values in groups along their last axis (`rotation.rotate`); no group is cut.
-
-    Attributes:
-        random: how the values lie, where signs are random by their place (`eden.rotate`); None for those that are the same
-            everywhere.
-    """
-
-    random: Sharding | None = None
+    """Rotate the values in groups along their last axis (`rotation.rotate`); no group is cut."""
 
     def __str__(self) -> str:
-        return f"rotate groups of {GROUP if self.random is None else RANDOM_GROUP} along the last axis"
+        return f"rotate groups of {GROUP} along the last axis"
 
 
 @dataclass(frozen=True)
@@ -111,17 +103,15 @@ class Quantize:
         amax_axes: mesh axes over which the whole tensor's amax is max-reduced: `Amax.blocks` of a format with one scale per
             tensor, `Amax.tensor` of a two-level one.
         straddles: block amaxes to be reduced, in this order.
-        eden: the operand whose scales are corrected and rounded stochastically (`eden.quantize`), or None for others.
     """
 
     format: Format
     sharding: Sharding
     amax_axes: tuple[str, ...]
     straddles: tuple[Straddle, ...]
-    eden: Operand | None = None
 
     def __str__(self) -> str:
-        parts = [f"quantize to {self.format}" + (" by EDEN" if self.eden else "")]
+        parts = [f"quantize to {self.format}"]
         if self.amax_axes:
             parts.append(f"tensor amax max-reduced over {', '.join(self.amax_axes)}")
         for s in self.straddles:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from blockfp.definition import eden, four_over_six, layout, numerics
+from blockfp.definition import four_over_six, layout, numerics
 from blockfp.definition.layout import swap_matrix
 from blockfp.definition.numerics import Amax, Quantized
 from blockfp.definition.rotation import rotate
@@ -68,7 +68,7 @@ def run(plan: Plan, local: Local, options: Options = Options()) -> Local:  # noq
             case Transpose():
                 local = _transpose(step, local)
             case Rotate():
-                local = _rotate(step, local, options)
+                local = Local(rotate(local.values))
             case Quantize():
                 local = _quantize(step, local, options)
             case Dequantize():
@@ -77,19 +77,6 @@ def run(plan: Plan, local: Local, options: Options = Options()) -> Local:  # noq
             case Gather():
                 local = _gather(step, local)
     return local
-
-
-def _rotate(step: Rotate, local: Local, options: Options) -> Local:
-    if step.random is None:
-        return Local(rotate(local.values))
-    lies = step.random
-    spans = [lies.span(1, rank) for rank in range(lies.mesh.size)]
-    if len({size for _, size in spans}) > 1:
-        raise NotImplementedError(
-            f"EDEN rotates groups of 128 and smaller ones at the end, and the last axis of an array that lies {lies} is cut "
-            "unevenly: cut it evenly, or gather it first"
-        )
-    return Local(eden.rotate(local.values, options.key, storage.of_rank(lies.mesh, [start for start, _ in spans])))
 
 
 def _transpose(step: Transpose, local: Local) -> Local:
@@ -121,17 +108,18 @@ def _quantize(step: Quantize, local: Local, options: Options) -> Local:
         amax = _reduce_straddling(step, straddle, amax)
     if step.amax_axes and amax is not None:
         amax = amax._replace(**{field: replication.max_over(getattr(amax, field), step.amax_axes)})
-    place: dict[str, Any] = {
-        "origin": storage.corner(format, sharding),
-        "shape": (sharding.shape[0], sharding.shape[1]),
-        "amax": amax,
-        "materialize": materialize,
-    }
-    if step.eden is not None:
-        q = eden.quantize(buffer, format, options.key, step.eden, **place)
-    else:
-        how: dict[str, Any] = {"key": options.key, "eps": options.eps, "nominal": options.nominal, "multiplier": whole}
-        q = numerics.quantize(buffer, format, **how, **place)
+    q = numerics.quantize(
+        buffer,
+        format,
+        key=options.key,
+        eps=options.eps,
+        nominal=options.nominal,
+        origin=storage.corner(format, sharding),
+        shape=(sharding.shape[0], sharding.shape[1]),
+        amax=amax,
+        multiplier=whole,
+        materialize=materialize,
+    )
     bits = format.element.bits
     codes = layout.pack(storage.out_of_blocks(layout.unpack(q.codes, bits, buffer.shape[-1]), format, sharding), bits)
     return Local(None, *_known_alike(step, q._replace(codes=codes)))

@@ -16,14 +16,13 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from blockfp.definition import eden, numerics
+from blockfp.definition import numerics
 from blockfp.definition.numerics import Amax, Quantized
 from blockfp.definition.rounding import Key, key_words
 from blockfp.formats import Format
 
 from . import choice, explicit
 from .backend import Backend
-from .materialize import materialize
 from .replication import vary, varying
 from .xla import XLA
 
@@ -120,27 +119,6 @@ def transpose(codes: jax.Array, scales: jax.Array, *, format: Format, columns: i
     if mesh is None:
         return run(codes, scales)
     return explicit.left_to_xla(run, mesh, explicit.specs_of_transposed(codes, scales, format, columns), codes, scales)
-
-
-@partial(jax.jit, static_argnames=("format", "operand"))
-def quantize_eden(x: jax.Array, key: jax.Array, *, format: Format, operand: eden.Operand) -> Quantized:
-    """Quantizes x.mT by MS-EDEN, rotated along its last axis (`definition.eden`), in XLA's operations on every backend.
-
-    Args:
-        x: [.., rows, columns], float32, float16 or bfloat16.
-        key: of the cast, two words.
-        format: "nvfp4".
-        operand: "input" or "gradient".
-    """
-
-    def run(x, key):
-        return eden.quantize(eden.rotate(x.mT, key), format, key, operand, materialize=materialize)
-
-    x, key = lax.stop_gradient((x, key))
-    mesh = explicit.mesh_of(x, key)
-    if mesh is None:
-        return run(x, key)
-    return explicit.left_to_xla(run, mesh, explicit.specs_of_columnwise(x, format=format), x, key)
 
 
 def key_array(key: Key | None) -> jax.Array | np.ndarray | None:

@@ -135,14 +135,13 @@ class _GroupedLinear(Layer):
         groups = tiles.sizes.shape[0]
         first = 0 if self.expert_axis is None else replication.axis_index(self.expert_axis) * groups
         cut = self.placement.tensor if self.placement.kind == ("column" if gradient else "row") else None
-        operand = "gradient" if gradient else "input"
-        return Scaling(self.recipe.eps, multiplier, key, self.placement.coordinate(), first, cut, operand)
+        return Scaling(self.recipe.eps, multiplier, key, self.placement.coordinate(), first, cut)
 
     def tiles(self, x, sizes) -> Tiles:
         return Tiles.of(sizes, x.shape[0], self.tile)
 
-    def input_operands(self, x, tiles, state, key=None, *, rowwise=True, columnwise=True) -> tuple[Any, Any]:
-        scaling = self._scaling(None if state is None else state.input_scale, tiles, key)
+    def input_operands(self, x, tiles, state, *, rowwise=True, columnwise=True) -> tuple[Any, Any]:
+        scaling = self._scaling(None if state is None else state.input_scale, tiles)
         casts = self.recipe.input, self.recipe.input_columnwise
         if not isinstance(x, QuantizedArray):
             return self._quantized(x, tiles, casts, scaling, rowwise, columnwise)
@@ -191,10 +190,9 @@ class _GroupedLinear(Layer):
     def largest_amax(self, x, tiles) -> jax.Array:
         return largest_amax(x, tiles)
 
-    def values(self, operand, tiles, carrier, cast, *, transposed=False, key=None) -> jax.Array:
+    def values(self, operand, tiles, carrier, cast, *, transposed=False) -> jax.Array:
         operand = operand.tiles(tiles) if isinstance(operand, GroupCodes) else operand
-        scaling = self._scaling(None, tiles, key) if cast.eden else None
-        return token_values(operand, tiles, carrier, cast, transposed=transposed, scaling=scaling)
+        return token_values(operand, tiles, carrier, cast, transposed=transposed)
 
     def products(self, tiles) -> tuple[Product, Product, Product]:
         return by_group(FORWARD, tiles), by_group(DGRAD, tiles), of_each_group(WGRAD, tiles)

@@ -160,7 +160,7 @@ def quantize_groups(
 def _has_kernel(cast: Cast, scaling: Scaling, *, columnwise: bool) -> bool:
     """Returns True where the library has a kernel for a cast of all groups."""
     format = cast.format
-    if format is None or format.scale.four_over_six or cast.eden or (cast.rotate and not (columnwise and cuda_rotates(format))):
+    if format is None or format.scale.four_over_six or (cast.rotate and not (columnwise and cuda_rotates(format))):
         return False
     # The library measures the amaxes of what is here, and counts random bytes from here.
     of_all = cast.stochastic or (format.has_tensor_scale and scaling.multiplier is None)

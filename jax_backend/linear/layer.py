@@ -71,16 +71,9 @@ class Layer(ABC):
 
     @abstractmethod
     def input_operands(
-        self,
-        x: Matrix,
-        tiles: Any,
-        state: DelayedState | None,
-        key: Any = None,
-        *,
-        rowwise: bool = True,
-        columnwise: bool = True,
+        self, x: Matrix, tiles: Any, state: DelayedState | None, *, rowwise: bool = True, columnwise: bool = True
     ) -> Pair:
-        """Quantizes x as the forward takes it and as wgrad does; None for what isn't asked for. EDEN wants the key."""
+        """Quantizes x as the forward takes it and as wgrad does; None for what isn't asked for."""
 
     @abstractmethod
     def gradient_operands(self, g: jax.Array, kept: Residuals, *, rowwise: bool, columnwise: bool) -> Pair:
@@ -119,13 +112,8 @@ class Layer(ABC):
         """The largest amax of x, float32 ()."""
 
     @abstractmethod
-    def values(
-        self, operand: Matrix, tiles: Any, carrier: Any, cast: Cast, *, transposed: bool = False, key: Any = None
-    ) -> jax.Array:
-        """The fp32 values [tokens, features] of a quantized x or gradient, with the derivative of `carrier`.
-
-        `key` is that of the call, which EDEN rotated by.
-        """
+    def values(self, operand: Matrix, tiles: Any, carrier: Any, cast: Cast, *, transposed: bool = False) -> jax.Array:
+        """The fp32 values [tokens, features] of a quantized x or gradient, with the derivative of `carrier`."""
 
     @abstractmethod
     def products(self, tiles: Any) -> tuple[Product, Product, Product]:
@@ -189,7 +177,7 @@ def _differentiable(layer: Layer, x, weight, carrier, bias, sizes, key, state):
     with evaluating() if runs_at_once() else nullcontext():
         # No part of the program above, in which XLA could leave out the rounding of what the bias is added to.
         y = layer.with_bias(y, bias, tiles)
-    kept = Residuals(row, x if _makes_later(layer) else column, weight, tiles, key, state, types)
+    kept = Residuals(row, x if layer.placement.gathers_input else column, weight, tiles, key, state, types)
     results = y, state_after
     like = [jax.typeof(leaf) for leaf in jax.tree.leaves(results)]
 
@@ -203,21 +191,14 @@ def _differentiable(layer: Layer, x, weight, carrier, bias, sizes, key, state):
 def _multiplied(layer: Layer, keep: bool, x, weight: Matrix, sizes, state: DelayedState | None) -> tuple[Any, ...]:
     """Computes y without bias, the tiles, the state after the forward, and the operands of x that `Residuals` keeps."""
     tiles = layer.tiles(x, sizes)
-    row, column = layer.input_operands(x, tiles, state, columnwise=keep and not _makes_later(layer))
+    # Where x travels, its columnwise form is made behind a second gather, in the backward: until then a shard is kept.
+    row, column = layer.input_operands(x, tiles, state, columnwise=keep and not layer.placement.gathers_input)
     assert row is not None
     y = layer.multiply_rows(row, layer.gathered(weight), tiles, fast="forward" in layer.recipe.fast_accum)
     y = layer.placement.sum_output(y)
     state = None if state is None else state.after_forward(layer.largest_amax(x, tiles))
     row = None if not keep or layer.placement.weight is not None or same_values(layer.recipe) else row
     return y, tiles, state, row, column
-
-
-def _makes_later(layer: Layer) -> bool:
-    """Returns True where x is kept as it came, and its columnwise form made in the backward.
-
-    Where x travels, that is behind a second gather, and until then a shard is kept. EDEN's form is made beside the gradient's.
-    """
-    return layer.placement.gathers_input or layer.recipe.input_columnwise.eden
 
 
 @_in_one_program("layer", "like")
@@ -257,9 +238,8 @@ def _cotangents(layer: Layer, wanted: LayerInputs, watched: bool, kept: Residual
     recipe, placement, tiles, types, state = layer.recipe, layer.placement, kept.tiles, kept.types, kept.state
     g = placement.own(g, gradient=True)
     column: Any = kept.column
-    if _makes_later(layer) and wanted.weight is not None:
-        _, column = layer.input_operands(column, tiles, state, kept.key, rowwise=False)
-        kept = kept if placement.gathers_input else kept._replace(column=column)
+    if placement.gathers_input and wanted.weight is not None:
+        _, column = layer.input_operands(column, tiles, state, rowwise=False)
     directions = {"rowwise": wanted.x is not None, "columnwise": wanted.weight is not None}
     gradient_row, gradient_column = layer.gradient_operands(g, kept, **directions)
     dx = dw = db = ds = None
@@ -296,8 +276,8 @@ def _second(
         dx = sum_of_products((dgrad, g_dot, weight), (dgrad, g, dots.weight))
         dx = None if dx is None else replication.sum_like(dx.astype(layer.dtype), types.x, ())
     if made.weight is not None:
-        x = layer.values(forward.column, tiles, points.x, recipe.input_columnwise, transposed=True, key=forward.key)
-        g = layer.values(column, tiles, g_carrier, recipe.gradient_columnwise, transposed=True, key=forward.key)
+        x = layer.values(forward.column, tiles, points.x, recipe.input_columnwise, transposed=True)
+        g = layer.values(column, tiles, g_carrier, recipe.gradient_columnwise, transposed=True)
         dw = sum_of_products((wgrad, g_dot, x), (wgrad, g, dots.x))
         dw = None if dw is None else _sum_weight(layer, types, dw.astype(layer.weight_dtype))
     if made.bias is not None and g_dot is not None:

@@ -28,7 +28,7 @@ from .delayed import DelayedState
 from .explicit_layout import ExplicitLayout
 from .layer import Layer
 from .layer_placement import LayerPlacement
-from .operands import Pair, gradient_operands, input_operands, keys_of
+from .operands import Pair, gradient_operands, input_operands
 from .products import Matrix, product
 from .straight_through import DGRAD, FORWARD, WGRAD, Product, values
 
@@ -46,9 +46,9 @@ class _Linear(Layer):
     def tiles(self, x, sizes) -> None:
         return None
 
-    def input_operands(self, x: Any, tiles, state, key=None, *, rowwise=True, columnwise=True) -> Pair:
+    def input_operands(self, x: Any, tiles, state, *, rowwise=True, columnwise=True) -> Pair:
         multiplier = None if state is None else state.input_scale
-        return input_operands(x, self.recipe, self.placement, multiplier, key, rowwise=rowwise, columnwise=columnwise)
+        return input_operands(x, self.recipe, self.placement, multiplier, rowwise=rowwise, columnwise=columnwise)
 
     def gradient_operands(self, g, kept, *, rowwise, columnwise) -> Pair:
         multiplier = None if kept.state is None else kept.state.gradient_scale
@@ -74,9 +74,8 @@ class _Linear(Layer):
         # It is the same in every format.
         return ops.amax(x, format=FP8_E4M3).blocks.reshape(()).view(jnp.float32)
 
-    def values(self, operand, tiles, carrier, cast, *, transposed=False, key=None) -> jax.Array:
-        own = keys_of(key, self.placement)[1] if cast.eden else None
-        return values(operand, carrier, transposed=transposed, rotated=cast.rotate, key=own)
+    def values(self, operand, tiles, carrier, cast, *, transposed=False) -> jax.Array:
+        return values(operand, carrier, transposed=transposed, rotated=cast.rotate)
 
     def products(self, tiles) -> tuple[Product, Product, Product]:
         return FORWARD, DGRAD, WGRAD

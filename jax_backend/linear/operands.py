@@ -28,7 +28,6 @@ def input_operands(
     recipe: Recipe,
     placement: LayerPlacement,
     multiplier: jax.Array | None,
-    key: jax.Array | None = None,
     *,
     rowwise: bool = True,
     columnwise: bool = True,
@@ -40,11 +39,10 @@ def input_operands(
         recipe: the recipe.
         placement: how the layer lies.
         multiplier: of delayed scaling, or None.
-        key: of the layer and step, for EDEN; or None.
         rowwise, columnwise: which of the two to make; the other is None.
     """
     casts = (recipe.input if rowwise else None, recipe.input_columnwise if columnwise else None)
-    return _Operands(x, recipe, placement, False, multiplier, keys_of(key, placement)).make(*casts)
+    return _Operands(x, recipe, placement, False, multiplier, (None, None)).make(*casts)
 
 
 def gradient_operands(
@@ -102,7 +100,7 @@ class _Operands:
 
     def _quantized(self, row: Cast | None, column: Cast | None) -> Pair:
         if row is not None and column is not None and row.format is not None and row.format is column.format:
-            if self.sharding is None and not (row.rotate or column.eden) and row.stochastic == column.stochastic:
+            if self.sharding is None and not row.rotate and row.stochastic == column.stochastic:
                 return self._from_one_read(row.format, row.stochastic, column.rotate)
             plain = not (row.stochastic or row.rotate or column.stochastic or column.rotate)
             if self.sharding is not None and row.format.square and plain:
@@ -126,10 +124,6 @@ class _Operands:
         if self.sharding is not None:
             return self._planned(cast, columnwise=columnwise)
         key = self.keys[columnwise] if cast.stochastic else None
-        if cast.eden:
-            assert columnwise
-            q = ops.quantize_eden(self.x, key, format=cast.format, operand="gradient" if self.gradient else "input")
-            return wrap_parts(q, cast.format, self.x, columnwise=True)
         if not columnwise:
             return quantize_operand(self.x, cast, self.eps, key=key, multiplier=self.multiplier)
         options = {"rotate": cast.rotate, "eps": eps_for(cast.format, self.eps)}
@@ -146,7 +140,6 @@ class _Operands:
             "columnwise": columnwise,
             "rotate": cast.rotate,
             "stochastic": cast.stochastic,
-            "eden": cast.eden,
         }
         if self.over:
             plan = plans.gather_activation(format, self.sharding, self.over, **options)

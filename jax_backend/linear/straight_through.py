@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from blockfp.definition import eden
 from blockfp.recipes import Cast, Recipe
 
 from ..arrays.array import QuantizedArray
@@ -25,7 +24,7 @@ from ..implementations.hadamard import hadamard
 from ..params.params import dequantize_params
 from .layer_placement import LayerPlacement
 from .products import Matrix
-from .tiles import Scaling, Tiles, gather_rows, turn_randomly
+from .tiles import Tiles, gather_rows
 
 Product = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -56,33 +55,18 @@ def same_values(recipe: Recipe) -> bool:
     return row.format is column.format and not (row.rotate or column.rotate) and (row.format is None or row.format.square)
 
 
-def values(
-    x: Matrix, carrier: Any = None, *, transposed: bool = False, rotated: bool = False, key: jax.Array | None = None
-) -> jax.Array:
-    """The fp32 values of an operand, as it was before it was rotated and transposed, with the derivative of `carrier`.
-
-    `key` is that of the cast, where EDEN rotated.
-    """
+def values(x: Matrix, carrier: Any = None, *, transposed: bool = False, rotated: bool = False) -> jax.Array:
+    """The fp32 values of an operand, as it was before it was rotated and transposed, with the derivative of `carrier`."""
     y: Any = dequantize_params(x, jnp.float32) if isinstance(x, QuantizedArray) else x.astype(jnp.float32)
-    if key is not None:
-        y = eden.rotate_back(y, key)
-    elif rotated:
-        y = hadamard(y, inverse=True)
+    y = hadamard(y, inverse=True) if rotated else y
     y = jnp.swapaxes(y, -1, -2) if transposed else y
     return y if carrier is None else straight_through(y, carrier)
 
 
-def token_values(
-    x: Matrix, tiles: Tiles, carrier: Any, cast: Cast, *, transposed: bool = False, scaling: Scaling | None = None
-) -> jax.Array:
-    """Decodes `values` of tiles [tiles, rows, size] ([tiles, size, rows] if transposed) to rows [tokens, size].
-
-    `scaling` has the key of the cast, where EDEN rotated.
-    """
+def token_values(x: Matrix, tiles: Tiles, carrier: Any, cast: Cast, *, transposed: bool = False) -> jax.Array:
+    """Decodes `values` of tiles [tiles, rows, size] ([tiles, size, rows] if transposed) to rows [tokens, size]."""
     made = values(x)
-    if scaling is not None:
-        made = turn_randomly(eden.rotate_back, made, tiles, scaling)
-    elif cast.rotate:
+    if cast.rotate:
         made = jnp.where(tiles.rotated(made.shape[-1]) if transposed else True, hadamard(made, inverse=True), made)
     made = jnp.swapaxes(made, -1, -2) if transposed else made
     made = gather_rows(made.reshape(-1, made.shape[-1]), tiles.target)

@@ -7,7 +7,6 @@ no block lies in two tiles, and every tile is quantized with its group's amax an
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from blockfp.definition import eden, numerics
+from blockfp.definition import numerics
 from blockfp.definition.bits import INFINITY
 from blockfp.definition.recoding import keeps_codes, value_dtype
-from blockfp.definition.rotation import GROUP, RANDOM_GROUP, rotate
+from blockfp.definition.rotation import GROUP, rotate
 from blockfp.definition.rounding import COLUMNWISE, gradient_key
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import FP8_E4M3
@@ -38,7 +37,7 @@ def tile_rows(recipe: Recipe) -> int:
     Raises:
         ValueError: the recipe has a scale for each column of a group, of which a tile has a part.
     """
-    units = [RANDOM_GROUP if recipe.input_columnwise.eden else GROUP]
+    units = [GROUP]
     for cast in (recipe.input, recipe.gradient):
         units.append(cast.format.block[0] if cast.format and cast.format.block else 1)
     for name in ("input_columnwise", "gradient_columnwise"):
@@ -140,7 +139,6 @@ class Scaling(NamedTuple):
         coordinate: this rank's place on the data-parallel axes, or None.
         first_group: the number of the first group here among those of all ranks.
         cut: the mesh axis that the features are cut over, evenly and between blocks, or None.
-        operand: the operand that EDEN makes.
     """
 
     eps: float
@@ -149,7 +147,6 @@ class Scaling(NamedTuple):
     coordinate: jax.Array | None = None
     first_group: jax.Array | int = 0
     cut: str | None = None
-    operand: eden.Operand = "input"
 
     def key_of(self, group: jax.Array, direction: int) -> jax.Array:
         """The key of a group's cast, [2]."""
@@ -226,10 +223,8 @@ def _quantized(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, directi
         # Kernels read the tiles as they are.
         eps = eps_for(format, scaling.eps)
         return wrap_parts(ops.quantize_columnwise(x, format=format, eps=eps), format, x, columnwise=True)
-    like = x = x.mT if columnwise else x
-    if cast.eden:
-        x = turn_randomly(eden.rotate, x, tiles, scaling)
-    elif cast.rotate:
+    x = x.mT if columnwise else x
+    if cast.rotate:
         x = jnp.where(tiles.rotated(rows), rotate(x), x)
     if format is None:
         return x
@@ -256,15 +251,6 @@ def _quantized(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, directi
             begin, features = scaling.of_features(tile.shape[0 if columnwise else 1])
             place = {"key": scaling.key_of(group, direction), "origin": (begin, first) if columnwise else (first, begin)}
             place["shape"] = (features, tiles.sizes[group]) if columnwise else (tiles.sizes[group], features)
-        if cast.eden:
-            return eden.quantize(tile, format, operand=scaling.operand, amax=amax, materialize=materialize, **place)
         return numerics.quantize(tile, format, eps=eps, amax=amax, materialize=materialize, **place)
 
-    return wrap_parts(jax.vmap(one)(x, amax, tiles.group, tiles.first), format, like)
-
-
-def turn_randomly(rotate: Callable, x: jax.Array, tiles: Tiles, scaling: Scaling) -> jax.Array:
-    """Applies `eden.rotate`, or `eden.rotate_back`, to transposed tiles [tiles, size, rows], each group by its own signs."""
-    ends = tiles.sizes[tiles.group]
-    keys = jax.vmap(lambda group: scaling.key_of(group, COLUMNWISE))(tiles.group)
-    return jax.vmap(rotate)(x, keys, tiles.first, ends)
+    return wrap_parts(jax.vmap(one)(x, amax, tiles.group, tiles.first), format, x)

@@ -120,30 +120,6 @@ struct AmaxBlocksArguments {
   int32_t* tensor;  // or null
 };
 
-// MS-EDEN of the columns of x (blockfp/definition/eden.py), which are the rows of what is encoded.
-struct EdenArguments {
-  Matrices x;
-  Window window;            // of x; its first row is a multiple of 128
-  const uint32_t* key;      // of the cast, two words
-  uint32_t operand;         // what is folded into the key for the scales: 1 of a gradient, 2 of an input
-  const int32_t* amax;      // fp32 bits: of the rotated tensor
-  const int32_t* overflow;  // tensor_scale becomes NaN where it holds kInfinity; or null
-  uint8_t* codes;
-  uint8_t* scales;
-  float* tensor_scale;
-};
-
-// Amaxes of the columns of x, rotated as by MS-EDEN.
-struct EdenAmaxArguments {
-  Matrices x;
-  int64_t row;          // of x in the unsharded matrix, a multiple of 128
-  const uint32_t* key;  // of the cast, two words
-  int32_t* plain;       // of x as it lies; or null
-  int32_t* rotated;     // of the whole
-  int32_t* blocks;      // of each block; or null
-  int32_t* nan;         // beside `blocks`
-};
-
 struct DequantizeArguments {
   const uint8_t* codes;
   const void* scales;
@@ -196,9 +172,6 @@ cudaError_t launch_amax_normed(const Matrices& x, const Normed& normed, int32_t*
 cudaError_t launch_record_amax(const int32_t* amax, float* history, cudaStream_t stream);
 cudaError_t launch_amax_blocks(const AmaxBlocksArguments& a, cudaStream_t stream);
 cudaError_t launch_encode(const EncodeArguments& a, cudaStream_t stream);
-cudaError_t launch_quantize_eden(const EdenArguments& a, cudaStream_t stream);
-// Its words `plain` and `rotated` need no zeros before.
-cudaError_t launch_amax_eden(const EdenAmaxArguments& a, cudaStream_t stream);
 cudaError_t launch_dequantize(const DequantizeArguments& a, cudaStream_t stream);
 // Square matrices of 8-, 6- or 4-bit codes, or of 32-bit scales (bits 32).
 cudaError_t launch_transpose(const void* in, void* out, int bits, int64_t batches, int64_t rows, int64_t columns,

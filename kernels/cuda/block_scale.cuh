@@ -64,13 +64,6 @@ __device__ __forceinline__ BlockScale<float> fp8_power_scale(int32_t amax, int32
   return {max((254 - exponent) << 23, 0x400000), from_bits<float>(exponent << 23)};
 }
 
-// Of two levels.
-__device__ __forceinline__ BlockScale<float> e4m3_block_scale(int32_t amax, const TensorScale& t) {
-  const uint32_t stored = convert_pair<false>(multiply(__int_as_float(amax), t.factor), 0.0f) & 0xFF;
-  const float decode = multiply(e4m3_value(stored), t.decode);
-  return {static_cast<int32_t>(stored), fminf(__frcp_rn(decode), from_bits<float>(kFp32Max))};
-}
-
 // The stored scale of a block (a byte, or fp32 bits) and the number its elements are multiplied with.
 template <class E, int Block>
 __device__ __forceinline__ BlockScale<float> block_scale(int32_t amax, const QuantizeArguments& a, const TensorScale& t) {
@@ -91,7 +84,9 @@ __device__ __forceinline__ BlockScale<float> block_scale(int32_t amax, const Qua
     byte = min(byte, 254);
     return {byte, from_bits<float>(max((254 - byte) << 23, 0x400000))};
   } else {
-    return e4m3_block_scale(amax, t);
+    const uint32_t stored = convert_pair<false>(multiply(__int_as_float(amax), t.factor), 0.0f) & 0xFF;
+    const float decode = multiply(e4m3_value(stored), t.decode);
+    return {static_cast<int32_t>(stored), fminf(__frcp_rn(decode), from_bits<float>(kFp32Max))};
   }
 }
 

@@ -17,13 +17,6 @@
 //       holds an Inf; it needs `recorded` wherever there is no amax.
 //       key: int32 or uint32 [2], or [4] whose second pair is for codes_t; absent: nearest even. rotate_t: the random Hadamard
 //       transform before codes_t. largest_bits: fp32 bits that replace an FP8 block multiplier that overflows.
-//   amax_eden(x, key, plain?, rotated, blocks?, nan?, row)
-//       amaxes of the columns of x, rotated as MS-EDEN of this key rotates them: int32, `rotated` of all, blocks and nan for each block of
-//       16. plain: of x as it lies. Any strides; `row` is a multiple of 128, here and below.
-//   quantize_eden(x, amax, key, codes_t, scales_t, tensor_scale, operand, measure, mark, row, column, rows, columns)
-//       x transposed by MS-EDEN (blockfp/definition/eden.py) as NVFP4. amax: int32, one element, of the rotated values, or two, x's own
-//       first; with `measure` they are computed. operand: 1 a gradient, 2 an input. mark: tensor_scale becomes NaN where the first
-//       element of amax is that of an Inf. Any strides.
 //   encode(x, blocks?, nan?, amax?, key?, codes, scales, tensor_scale?, FORMAT, eps_bits, largest_bits, row, column, rows, columns)
 //       with blocks (amaxes reduced elsewhere) scales and tensor_scale are written, without they are read. Any strides and origin.
 //   dequantize(codes, scales, tensor_scale?, out, FORMAT, row, column)
@@ -47,8 +40,6 @@
 // absent. (row, column) is the origin of x in an unsharded matrix of (rows, columns); 0 rows stand for as far as x goes. Outputs are the
 // caller's, contiguous. Work is enqueued on the caller's current stream. Products stand in products/product_exports.cu, what is done
 // group by group in quantize/group_exports.cu, what is quantized straight to aligned codes in quantize/aligned_exports.cu.
-#include <cstdlib>
-
 #include "on_device.h"
 
 namespace blockfp {
@@ -189,53 +180,6 @@ void quantize(TensorView x, MaybeTensor amax, MaybeTensor recorded, MaybeTensor 
   }));
 }
 
-// x of MS-EDEN, whose rows are rotated in groups from `row` on.
-Matrices checked_eden(TensorView x, int64_t row) {
-  const Matrices m = matrices_of(x, "x");
-  check(row >= 0 && row % 128 == 0, "row must be a multiple of 128: a group can't be cut; it is ", row);
-  check(m.rows < 2 || std::abs(m.row_stride) * dtype_bytes(m.dtype) <= INT32_MAX, "rows of x must be fewer than 2^31 bytes apart; it is ",
-        describe(x), " with stride ", m.row_stride);
-  return m;
-}
-
-void amax_eden(TensorView x, TensorView key, MaybeTensor plain, TensorView rotated, MaybeTensor blocks, MaybeTensor nan, int64_t row) {
-  const OnDevice on(x, "x");
-  const Matrices m = checked_eden(x, row);
-  const int64_t count = m.batches * m.columns * ceil_div(m.rows, 16);
-  check_array(key, "key", on.device, 2, 32, "two words");
-  check_array(plain, "plain", on.device, 1, 32, "one int32");
-  check_array(rotated, "rotated", on.device, 1, 32, "one int32");
-  check_array(blocks, "blocks", on.device, count, 32, "an int32 for each block");
-  check_array(nan, "nan", on.device, count, 32, "an int32 for each block");
-  check(has(blocks) == has(nan), "blocks and nan come together");
-  on.done(launch_amax_eden({m, row, data_of<const uint32_t>(key), data_of<int32_t>(plain), data_of<int32_t>(rotated),
-                            data_of<int32_t>(blocks), data_of<int32_t>(nan)},
-                           on.stream));
-}
-
-void quantize_eden(TensorView x, TensorView amax, TensorView key, TensorView codes_t, TensorView scales_t, TensorView tensor_scale,
-                   int64_t operand, bool measure, bool mark, int64_t row, int64_t column, int64_t rows, int64_t columns) {
-  const OnDevice on(x, "x");
-  const Matrices m = checked_eden(x, row);
-  const Window w = window_of({E2M1::kId, 1, 16, ScaleRule::kE4m3}, m.rows, m.columns, row, column, rows, columns);
-  const int64_t lines = m.batches * m.columns;
-  const bool two = amax.numel() == 2;
-  check_array(amax, "amax", on.device, two ? 2 : 1, 32, "one int32, or two");
-  check(!measure || two, "with `measure` amax has two elements");
-  check_array(key, "key", on.device, 2, 32, "two words");
-  check_array(codes_t, "codes_t", on.device, lines * code_row_bytes(E2M1::kId, m.rows), 8, "packed codes of x transposed");
-  check_array(scales_t, "scales_t", on.device, lines * ceil_div(m.rows, 16), 8, "a scale for each block of x transposed");
-  check_array(tensor_scale, "tensor_scale", on.device, 1, 32, "one float32");
-  check(operand == 1 || operand == 2, "operand must be 1, a gradient, or 2, an input; it is ", operand);
-  int32_t* first = data_of<int32_t>(amax);
-  int32_t* rotated = first + (two ? 1 : 0);
-  const auto* words = data_of<const uint32_t>(key);
-  if (measure) on.done(launch_amax_eden({m, row, words, first, rotated, nullptr, nullptr}, on.stream));
-  on.done(launch_quantize_eden({m, w, words, static_cast<uint32_t>(operand), rotated, mark ? first : nullptr, data_of<uint8_t>(codes_t),
-                                data_of<uint8_t>(scales_t), data_of<float>(tensor_scale)},
-                               on.stream));
-}
-
 void encode(TensorView x, MaybeTensor blocks, MaybeTensor nan, MaybeTensor amax, MaybeTensor key, TensorView codes,
             TensorView scales, MaybeTensor tensor_scale, int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule,
             int64_t eps_bits, int64_t largest_bits, int64_t row, int64_t column, int64_t rows, int64_t columns) {
@@ -348,8 +292,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(amax, amax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(amax_blocks, amax_blocks);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(record_amax, record_amax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize, quantize);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(amax_eden, amax_eden);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize_eden, quantize_eden);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(encode, encode);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(dequantize, dequantize);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(transpose, transpose);

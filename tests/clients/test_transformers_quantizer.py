@@ -93,7 +93,7 @@ def test_the_first_pattern_counts_in_files_too(tmp_path):
             BlockfpConfig(wrong)
 
 
-@pytest.mark.parametrize("change", ["nvfp4_eden", {"mlp": "fp8_current", "q_proj": "mxfp8"}], ids=["all", "some"])
+@pytest.mark.parametrize("change", ["mxfp4_rotated", {"mlp": "fp8_current", "q_proj": "mxfp8"}], ids=["all", "some"])
 def test_the_recipe_that_training_ends_in_is_saved(change, tmp_path):
     family("Llama").save_pretrained(tmp_path / "plain")
     model = load(tmp_path / "plain", quantization_config=BlockfpConfig({"lm_head": None, "": "nvfp4"}))

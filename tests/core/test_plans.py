@@ -172,14 +172,6 @@ def test_columnwise_weight():
             [Gather, Transpose, Rotate, Quantize],
             "inside a rotation group of 16",
         ),
-        ("nvfp4", 512, {"columnwise": True, "eden": True}, [Transpose, Rotate, Quantize, Gather], None),
-        (
-            "nvfp4",
-            256,
-            {"columnwise": True, "eden": True},
-            [Gather, Transpose, Rotate, Quantize],
-            "inside a rotation group of 128",
-        ),
         ("fp8_e4m3", 50, {"columnwise": True, "stochastic": True}, [Transpose, Quantize, Gather], None),
         ("mxfp8_e4m3_32x32", 50, {}, [Gather, Quantize], "inside a block of 32"),
         ("mxfp8_e4m3", 50, {"quantized": "mxfp8_e4m3"}, [Gather], None),
@@ -215,12 +207,6 @@ def test_refusals():
     sharding = Sharding((50, 64), MESH, (Replicate(), Replicate(), Shard(0)))
     with pytest.raises(ValueError, match=r"rotate = True: a cut of axis 1.*inside a group of 16; gather over tp first"):
         plans.quantize_shards("nvfp4", sharding, operand="input", columnwise=True, rotate=True)
-    with pytest.raises(ValueError, match=r"eden = True: a cut of axis 1.*inside a group of 128; gather over tp first"):
-        plans.quantize_shards("nvfp4", sharding, operand="input", columnwise=True, eden=True)
-    with pytest.raises(ValueError, match=r"EDEN corrects the E4M3 scales of nvfp4.*got mxfp4_e2m1"):
-        plans.quantize_shards("mxfp4_e2m1", sharding, operand="input", eden=True)
-    with pytest.raises(ValueError, match=r"eden = True: an input or a gradient.*a weight's codes are stored"):
-        plans.quantize_shards("nvfp4", sharding, eden=True)
     batch = Sharding((50, 64), MESH, (Shard(0), Replicate(), Shard(1)))
     with pytest.raises(ValueError, match=r"Shard\(0\) on data-parallel axis 'dp' of the input.*with Replicate\(\) on 'dp'"):
         plans.quantize_shards("fp8_e4m3", batch, operand="input", data_axes=("dp",))

@@ -19,7 +19,6 @@ TABLE = {
     "mxfp4_rotated": ("mxfp4_e2m1", "mxfp4_e2m1_32x32", "mxfp4_e2m1"),
     "nvfp4": ("nvfp4", "nvfp4_16x16", "nvfp4"),
     "nvfp4_4over6": ("nvfp4_4over6", "nvfp4_4over6_16x16", "nvfp4"),
-    "nvfp4_eden": ("nvfp4", "nvfp4_16x16", "nvfp4"),
 }
 
 
@@ -61,10 +60,8 @@ def test_only_some_rotate_and_round_stochastically():
         casts = {(o, d): recipe.cast(o, d) for o in ("input", "weight", "gradient") for d in ("rowwise", "columnwise")}
         stochastic = {where for where, cast in casts.items() if cast.stochastic}
         rotated = {where for where, cast in casts.items() if cast.rotate}
-        eden = {where for where, cast in casts.items() if cast.eden}
-        assert eden == ({("gradient", "columnwise"), ("input", "columnwise")} if name == "nvfp4_eden" else set())
-        if name in ("nvfp4", "nvfp4_4over6", "nvfp4_eden", "mxfp4_rotated"):
-            assert stochastic == {("gradient", "rowwise"), ("gradient", "columnwise")} | eden
+        if name in ("nvfp4", "nvfp4_4over6", "mxfp4_rotated"):
+            assert stochastic == {("gradient", "rowwise"), ("gradient", "columnwise")}
             assert rotated == {("gradient", "columnwise"), ("input", "columnwise")}
         else:
             assert not stochastic | rotated
@@ -97,26 +94,12 @@ def test_mixed_and_high_precision():
     assert one_dimensional.weight_columnwise == HIGH_PRECISION
 
 
-def test_eden_is_stochastic_and_rotates():
-    cast = Cast("nvfp4", eden=True)
-    assert cast == Cast("nvfp4", stochastic=True, rotate=True, eden=True) != Cast("nvfp4", stochastic=True, rotate=True)
-    assert (cast.stochastic, cast.rotate, str(cast)) == (True, True, "nvfp4 eden")
-    assert "nvfp4+eden" in recipes.nvfp4_eden().text
-
-
 def test_what_is_refused():
     with pytest.raises(ValueError, match="square"):
         recipes.mxfp8().replace(weight=Cast("mxfp8_e4m3"), weight_columnwise=Cast("mxfp8_e4m3"))
     with pytest.raises(ValueError, match="rotate both"):
         recipes.mxfp8().replace(input_columnwise=Cast("mxfp8_e4m3", rotate=True))
-    for cast in (Cast("nvfp4"), Cast("nvfp4", rotate=True)):
-        with pytest.raises(
-            ValueError, match=r"wgrad contracts gradient columnwise.*by the same signs, got nvfp4 eden and nvfp4"
-        ):
-            recipes.nvfp4_eden().replace(input_columnwise=cast)
-    with pytest.raises(ValueError, match="EDEN corrects the E4M3 scales of nvfp4, in blocks of 1x16, got nvfp4_16x16"):
-        Cast("nvfp4_16x16", eden=True)
-    for option in ("stochastic", "rotate", "eden"):
+    for option in ("stochastic", "rotate"):
         with pytest.raises(ValueError, match="high precision"):
             Cast(None, **{option: True})
     with pytest.raises(ValueError, match="mxfp9"):
@@ -146,7 +129,7 @@ def test_names_that_are_no_recipes():
     for name, hint in (
         ("nvfp4_4over6_448", r"; it is a format, for which recipes\.qat\('nvfp4_4over6_448'\) fine-tunes$"),
         (recipes.qat("nvfp4").name, r"; give the Recipe that recipes\.qat\(\.\.\) returns$"),
-        ("mxfp9", "nvfp4_eden$"),
+        ("mxfp9", "nvfp4_4over6$"),
     ):
         with pytest.raises(ValueError, match=hint):
             recipes.parse(name)
@@ -251,12 +234,6 @@ def test_what_a_linear_layer_runs():
     for message, recipe in (
         ("input rowwise is stochastic, but only gradients", recipes.mxfp8().replace(input=Cast("mxfp8_e4m3", stochastic=True))),
         ("only the operands of the weight gradient are rotated", rotated),
-        (
-            "only the operands of the weight gradient are rotated",
-            recipes.nvfp4_eden().replace(
-                input=Cast("nvfp4", eden=True), weight=Cast("nvfp4", eden=True), weight_columnwise=HIGH_PRECISION
-            ),
-        ),
         ("delayed scaling keeps one scale for the gradient", delayed.replace(gradient=Cast("mxfp8_e5m2"))),
         (
             "delayed scaling rounds the gradient as it is to nearest",

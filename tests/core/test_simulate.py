@@ -10,7 +10,7 @@ from samples import DTYPES, KINDS, bits_of, sample
 from sharded import LAYOUTS, assert_holds, kind_for, parts, shapes, sharding_of, whole_and_shards
 from shardings import shardings
 
-from blockfp.definition import eden, numerics
+from blockfp.definition import numerics
 from blockfp.definition.rotation import rotate
 from blockfp.formats import NAMES, Format
 from blockfp.sharding import plans, simulate
@@ -143,24 +143,6 @@ def test_sequence_parallel_activations(format, columnwise, have):
                 world = simulate.run(plan, locals, key=key, nominal="bfloat16")
             whole = gathered_activation(format, sharding, x, have, columnwise, rotated, key, "bfloat16")
             assert_holds(world, parts(whole, format, plan.target))
-
-
-@pytest.mark.parametrize("operand", ["input", "gradient"])
-def test_eden_on_every_mesh(operand):
-    """Tokens cut and gathered, features cut and not, both; the rest of a group is on the last rank alone."""
-    mesh = Mesh((4, 2), ("sp", "tp"))
-    for shape, rows in (((512, 80), Shard(0)), ((150, 48), Shard(0)), ((520, 64), Replicate())):
-        sharding = Sharding(shape, mesh, (rows, Shard(1)))
-        x = sample("gaussian", shape, "bfloat16")
-        options = {"operand": operand, "columnwise": True, "eden": True}
-        if isinstance(rows, Shard):
-            plan = plans.gather_activation("nvfp4", sharding, ("sp",), **options)
-            assert plan.reason is None or shape[0] % 512
-        else:
-            plan = plans.quantize_shards("nvfp4", sharding, **options)
-        world = simulate.run(plan, simulate.shards(x, sharding), key=21, nominal="bfloat16")
-        whole = eden.quantize(eden.rotate(np.ascontiguousarray(x.T), 21), "nvfp4", 21, operand)
-        assert_holds(world, parts(whole, Format.parse("nvfp4"), plan.target))
 
 
 @BY_FAMILY

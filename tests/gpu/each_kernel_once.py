@@ -12,7 +12,6 @@ from blockfp.torch_backend.custom_ops import (
     cuda_delayed,
     cuda_groups,
     cuda_layouts,
-    eden_ops,
     grouped_products,
     norm_kernels,
     products,
@@ -60,15 +59,11 @@ def each_cast(prefix):
 
 
 def each_rotation():
-    """Rotated and EDEN casts, and scales in the order of tensor cores."""
+    """Rotated casts, and scales in the order of tensor cores."""
     for dtype in (torch.bfloat16, torch.float32):
         for shape in ((160, 256), (37, 75), (128, 512)):
             x = torch.randn(shape, device="cuda").to(dtype)
             cuda.quantize_both(x, "nvfp4", rotate=True)
-            key = torch.tensor([1, 2], dtype=torch.int32, device="cuda")
-            for columnwise in (True, False):
-                eden_ops.eden_amaxes(x, key, columnwise, [0, 0])
-                eden_ops.quantize_eden(x, None, key, "gradient", columnwise, [0, 0], None)
             cuda_layouts.interleave_scales(cuda.quantize(x, "mxfp8_e4m3").scales)
 
 

@@ -137,7 +137,7 @@ QAT = recipes.qat("nvfp4_16x16", "mxfp8_e4m3")
 @pytest.mark.parametrize(
     ("recipe", "features", "out", "dtype"),
     [
-        *((recipe, 256, 384, "bfloat16") for recipe in ("fp8_block", "mxfp8", "mxfp4", "nvfp4", "nvfp4_eden", QAT)),
+        *((recipe, 256, 384, "bfloat16") for recipe in ("fp8_block", "mxfp8", "mxfp4", "nvfp4", QAT)),
         *((recipe, 200, 136, "float32") for recipe in ("fp8_current", "mxfp6", "nvfp4", recipes.mxfp8(exact_products=True))),
     ],
     ids=str,

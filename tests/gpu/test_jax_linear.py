@@ -10,7 +10,7 @@ import pytest
 
 import blockfp.jax as bfp
 from blockfp import recipes
-from blockfp.definition import eden, numerics
+from blockfp.definition import numerics
 from blockfp.definition.rotation import rotate
 from blockfp.definition.rounding import fold_in
 from blockfp.kernels.products import BLOCK_SCALES
@@ -54,10 +54,6 @@ def operand(x, recipe, name, direction):
         return (x.T if turned else x).astype(np.float64)
     if turned and name != "weight":  # A weight is stored once.
         x = x.T
-    if cast.eden:
-        key = fold_in(KEY, int(turned))
-        q = eden.quantize(eden.rotate(np.ascontiguousarray(x), key), cast.format, key, name)
-        return numerics.dequantize(*q, cast.format, "float32", columns=x.shape[-1]).astype(np.float64)
     x = np.ascontiguousarray(rotate(x) if cast.rotate else x)
     scale = {"input": INPUT_SCALE, "gradient": GRADIENT_SCALE}.get(name) if recipe.delayed else None
     key = fold_in(KEY, int(turned)) if cast.stochastic else None

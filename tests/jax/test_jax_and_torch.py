@@ -17,7 +17,6 @@ from blockfp.recipes import RECIPES, Cast
 torch = pytest.importorskip("torch")
 bfp_torch = pytest.importorskip("blockfp.torch")
 gradient_keys = pytest.importorskip("blockfp.torch_backend.custom_ops.key_ops").gradient_keys
-eden_ops = pytest.importorskip("blockfp.torch_backend.custom_ops.eden_ops")
 quantize_operand = pytest.importorskip("blockfp.torch_backend.custom_ops.operand_ops").quantize_operand
 apply = pytest.importorskip("blockfp.torch_backend.linear.linear").apply
 
@@ -40,7 +39,7 @@ def operands_of(recipe, operand):
     multiplier = None if recipe.delayed is None else jnp.asarray(MULTIPLIER)
     key = jnp.asarray([KEY >> 32, KEY & 0xFFFFFFFF], jnp.uint32)
     if operand == "input":
-        return jax.jit(lambda x: input_operands(x, recipe, HERE, multiplier, key))
+        return jax.jit(lambda x: input_operands(x, recipe, HERE, multiplier))
     return jax.jit(lambda x: gradient_operands(x, recipe, HERE, multiplier, key))
 
 
@@ -53,16 +52,13 @@ def assert_same_operands(x, recipe, operand):
     found = quantize_operand(
         torch.from_numpy(x),
         row.format,
-        None if column.eden else column.format,
+        column.format,
         multiplier=None if multiplier is None else torch.tensor(multiplier),
         row_key=keys[0] if row.stochastic else None,
-        column_key=keys[1] if column.stochastic and not column.eden else None,
+        column_key=keys[1] if column.stochastic else None,
         rotate=column.rotate,
         eps=recipe.eps,
     )
-    if column.eden:
-        made = eden_ops.quantize_eden(torch.from_numpy(x), None, keys[1], operand, True, [0, 0], None)
-        found = found._replace(column=made)
     ours = operands_of(recipe, operand)(x)
     for array, parts, way in zip(ours, (found.row, found.column), ("rowwise", "columnwise"), strict=True):
         if recipe.cast(operand, way).format is None:

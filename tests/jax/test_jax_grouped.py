@@ -10,14 +10,11 @@ from blockfp.jax_backend.linear import operands, tiles
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from same_bits import assert_same_bits
-from samples import sample
 
 import blockfp
 import blockfp.jax as bfp
 from blockfp import recipes
-from blockfp.definition import eden, layout
-from blockfp.definition.numerics import Quantized
-from blockfp.definition.rounding import COLUMNWISE, gradient_key
+from blockfp.definition.rounding import gradient_key
 from blockfp.recipes import RECIPES, Cast
 
 SIZES = (37, 0, 50, 20)
@@ -97,58 +94,13 @@ def test_each_group_is_a_layer_of_its_own(recipe, arrays, monkeypatch):
         assert state[1].gradient_amax_history[0] == jnp.abs(g[:beyond]).max()
 
 
-@pytest.mark.optimized
-def test_eden_rotates_each_group_from_its_first_row():
-    """Whole groups of 128 rows, of 64, 32 and 16, and rows that are left; bits are those of each group by itself.
-
-    Two ranks have half of the features each.
-    """
-    sizes = (128, 0, 77, 303, 5, 16, 127)
-    x = sample("exponents", (sum(sizes) + 9, 24), "bfloat16")
-    cast = Cast("nvfp4", eden=True)
-    scaling = tiles.Scaling(0.0, key=jnp.asarray(KEY), first_group=3, cut="tp", operand="gradient")
-
-    def run(x, sizes):
-        lies = tiles.Tiles.of(sizes, x.shape[0], tiles.tile_rows(recipes.nvfp4_eden()))
-        q = tiles.quantize_tiles(x, lies, cast, scaling, COLUMNWISE)
-        return Quantized(q.codes, q.scales, q.tensor_scale)
-
-    mesh = jax.make_mesh((2,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    specs, parts = (P(None, "tp"), P()), Quantized(P(None, "tp"), P(None, "tp"), P())
-    q = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=parts, check_vma=False))(x, jnp.asarray(sizes))
-    tile = begin = 0
-    for i, size in enumerate(sizes):
-        count = -(-size // 128)
-        mine = jax.tree.map(lambda leaf, tile=tile, count=count: np.asarray(leaf[tile : tile + count]), q)
-        tile, begin = tile + count, begin + size
-        if size == 0:
-            continue
-        key = gradient_key(tuple(KEY.tolist()), COLUMNWISE, None, 3 + i)
-        z = eden.rotate(np.ascontiguousarray(x[begin - size : begin].T), key)
-        want = eden.quantize(z, "nvfp4", key, "gradient")
-        codes = layout.unpack(np.concatenate(mine.codes, axis=1), 4, 128 * count)[:, :size]
-        np.testing.assert_array_equal(codes, layout.unpack(want.codes, 4, size))
-        np.testing.assert_array_equal(np.concatenate(mine.scales, axis=1)[:, : want.scales.shape[1]], want.scales)
-        assert (mine.tensor_scale == want.tensor_scale).all()
-
-
-def test_eden_of_rows_that_are_codes(arrays):
-    """What dispatch gives: their values are rotated in the backward."""
-    x, w, g = arrays[:3]
-    q, sent = bfp.quantize_params(w, "nvfp4_eden"), bfp.quantize(x, "nvfp4")
-    loss = lambda q: (bfp.grouped_linear(sent, q, jnp.asarray(SIZES), recipe="nvfp4_eden", key=KEY) * g).sum()  # noqa: E731
-    dw, rows = jax.jit(bfp.grad(loss))(q)[2], slice(37, 87)
-    want = g[rows].T @ sent.dequantize()[rows]
-    assert jnp.linalg.norm(dw - want) < 0.2 * jnp.linalg.norm(want)
-
-
-def test_derivatives_of_edens_derivatives(arrays, monkeypatch):
+def test_derivatives_of_derivatives(arrays, monkeypatch):
     """The tangent of dw along x and g: of the values, rotated back."""
     x, w, g, _ = arrays
-    q, sizes = bfp.quantize_params(w, "nvfp4_eden"), jnp.asarray(SIZES)
+    q, sizes = bfp.quantize_params(w, "nvfp4"), jnp.asarray(SIZES)
 
     def tangent(layer, x, q, g):
-        dw = lambda x, g: bfp.grad(lambda q: (layer(x, q, recipe="nvfp4_eden", key=KEY) * g).sum())(q)  # noqa: E731
+        dw = lambda x, g: bfp.grad(lambda q: (layer(x, q, recipe="nvfp4", key=KEY) * g).sum())(q)  # noqa: E731
         return jax.jvp(dw, (x, g), (2 * x, -g))[1]
 
     got = jax.jit(lambda *a: tangent(partial(bfp.grouped_linear, group_sizes=sizes), *a))(x, q, g)
@@ -241,8 +193,8 @@ STOCHASTIC = recipes.fp8_current().replace(
 
 @pytest.mark.parametrize(
     ("recipe", "check_vma"),
-    [(recipes.fp8_delayed(history=4), True), (STOCHASTIC, False), (recipes.nvfp4_eden(), True)],
-    ids=["delayed", "stochastic", "eden"],
+    [(recipes.fp8_delayed(history=4), True), (STOCHASTIC, False)],
+    ids=["delayed", "stochastic"],
 )
 def test_experts_divided_over_one_axis_and_cut_over_another(recipe, check_vma, arrays, monkeypatch):
     mesh = jax.make_mesh((2, 2), ("data", "expert"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])

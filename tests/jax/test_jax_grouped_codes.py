@@ -245,7 +245,6 @@ CALLS = {
     "mxfp4": (2, 6),
     "mxfp4_rotated": (2, 6),
     "nvfp4_4over6": (2, 0),
-    "nvfp4_eden": (2, 0),
 }
 CALLS[QAT.name] = (1, 0)
 

@@ -10,7 +10,7 @@ from samples import sample
 
 import blockfp.jax as bfp
 from blockfp import recipes
-from blockfp.definition import eden, numerics
+from blockfp.definition import numerics
 from blockfp.definition.rotation import rotate
 from blockfp.definition.rounding import fold_in
 from blockfp.recipes import PRODUCTS, RECIPES, Cast
@@ -40,9 +40,6 @@ def operand(values, recipe, name, direction, multiplier=None):
     if name == "weight":
         x = values
     key = fold_in(KEY, int(direction == "columnwise")) if cast.stochastic else None
-    if cast.eden:
-        q = eden.quantize(eden.rotate(np.ascontiguousarray(x), key), cast.format, key, name)
-        return numerics.dequantize(*q, cast.format, "float32", columns=x.shape[-1]).astype(np.float64)
     x = rotate(x) if cast.rotate else np.ascontiguousarray(x)
     q = numerics.quantize(x, cast.format, key=key, multiplier=multiplier)
     y = numerics.dequantize(*q, cast.format, "float32", columns=x.shape[-1]).astype(np.float64)

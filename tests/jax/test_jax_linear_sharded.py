@@ -138,11 +138,6 @@ def test_stochastic_gradients_count_elements_of_the_unsharded_tensor():
     check("FSDP 4 x TP 2, column", "nvfp4", STRADDLING)
 
 
-@pytest.mark.parametrize(("way", "sequence"), [("column", False), ("row", True)])
-def test_edens_signs_and_scales_are_those_of_the_unsharded_tensor(way, sequence):
-    check(f"FSDP 4 x TP 2, {way}", "nvfp4_eden", STRADDLING, sequence=sequence)
-
-
 @pytest.mark.parametrize(("recipe", "way"), [("mxfp8", "row"), ("fp8_delayed", "column")])
 def test_tensor_parallel_cuts_may_be_uneven(recipe, way):
     """Ranks have 34, 34 and 32 rows; or 24, 24 and 22 columns."""

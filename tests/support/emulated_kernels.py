@@ -8,7 +8,7 @@ from blockfp.torch_backend.custom_ops import gated_kernels
 from blockfp.torch_backend.custom_ops.activations import activate, gradients
 from blockfp.torch_backend.torch_internals import fused_rms_norm
 
-from blockfp.definition import alignment, bits, eden, layout, numerics, rotation, rounding, scaling
+from blockfp.definition import alignment, bits, layout, numerics, rotation, rounding, scaling
 from blockfp.definition.numerics import Amax
 from blockfp.formats import E4M3, E5M2, FORMATS, Format
 from blockfp.kernels import format_numbers
@@ -234,33 +234,6 @@ def quantize_aligned(
         write(stored_scales_t, made.scales)
 
 
-def amax_eden(x, key, plain, rotated, blocks, nan, row):
-    if plain is not None:
-        write(plain, amax_bits(x))
-    found = numerics.amax(eden.rotate(x.mT, key, row), "nvfp4")
-    write(rotated, found.tensor)
-    if blocks is not None:
-        write(blocks, found.blocks)
-        write(nan, found.nan)
-
-
-def quantize_eden(
-    x, amax, key, codes_t, scales_t, tensor_scale, operand, measure, mark, row, column, rows, columns
-):  # fmt: skip
-    z = eden.rotate(x.mT, key, row)
-    found = numerics.amax(z, "nvfp4")
-    if measure:
-        write(amax[:1], amax_bits(x))
-        write(amax[1:], found.tensor)
-    found = found._replace(tensor=amax[-1].reshape(()))
-    place = {"origin": (column, row), "shape": _whole((columns, rows))}
-    made = eden.quantize(z, "nvfp4", key, {1: "gradient", 2: "input"}[operand], amax=found, **place)
-    if mark and int(amax[0]) == bits.INFINITY:
-        made.tensor_scale.fill_(math.nan)
-    for to, part in zip((codes_t, scales_t, tensor_scale), made, strict=True):
-        write(to, part)
-
-
 def _made(made, amax, recorded, codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t, numbers):
     *format, measure, eps_bits, largest_bits, rotate_t = numbers
     parts = (codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t)
@@ -303,6 +276,6 @@ def quantize_normed(x, weight, scales, amax, recorded, c, s, t, c_t, s_t, t_t, n
 
 FUNCTIONS = (
     *(amax, record_amax, newest_amaxes, update_scales, amax_blocks, quantize, encode, dequantize, transpose, fold_keys, align),
-    *(quantize_aligned, amax_eden, quantize_eden, quantize_gated, quantize_gated_aligned, activation, activation_gradient),
+    *(quantize_aligned, quantize_gated, quantize_gated_aligned, activation, activation_gradient),
     *(rms_norm, quantize_normed),
 )

@@ -66,7 +66,7 @@ def gathered(x, cast, place, columnwise, key, operand="input"):
     """The whole's codes and scales on this rank, as the plan says, and that plan."""
     plan = operand_plan(x.shape, cast, place, columnwise=columnwise, operand=operand)
     if plan.by_codes:
-        parts = quantize_operand_shard(x, operand, [Direction(cast, plan.quantize, key)], place)[0]
+        parts = quantize_operand_shard(x, [Direction(cast, plan.quantize, key)], place)[0]
     else:
         parts = [x]
     parts = gather(plan, place, parts)
@@ -146,7 +146,7 @@ def test_parts_that_stay_share_the_blocks_that_straddle(format):
         cast = Cast(format, stochastic=key is not None)
         plan = operand_plan(own.shape, cast, place, columnwise=columnwise, operand=operand, gathers=False)
         words = None if key is None else torch.tensor(key, dtype=torch.int32)
-        return quantize_operand_shard(own, operand, [Direction(cast, plan.quantize, words)], place)[0], local, x
+        return quantize_operand_shard(own, [Direction(cast, plan.quantize, words)], place)[0], local, x
 
     for i, (axis, length, ranks) in enumerate(cases):
         for columnwise in (False, True):

@@ -56,7 +56,7 @@ def results(model, recipe, weights):
 
 
 @pytest.mark.parametrize("weights", ["quantized", "high_precision"])
-@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_delayed", "fp8_current", "nvfp4", "nvfp4_eden", "mxfp4_rotated"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_delayed", "fp8_current", "nvfp4", "mxfp4_rotated"])
 def test_no_bit_follows_a_default(recipe, weights, route):
     model = plain()
     expected = results(copy.deepcopy(model), recipe, weights)

@@ -15,8 +15,7 @@ import blockfp.torch as bfp
 from blockfp import recipes
 from blockfp.definition import layout
 
-# EDEN makes codes of inputs in the backward, and keeps their values.
-NAMES = tuple(name for name in recipes.RECIPES if name != "nvfp4_eden")
+NAMES = tuple(recipes.RECIPES)
 # Of recipes whose layers are compiled alike, one.
 COMPILED = tuple(name for name in NAMES if name not in ("fp8_current", "mxfp6", "mxfp4"))
 # Of those, one with a state, one with blocks alone and one in two levels, where more than one module is compiled.

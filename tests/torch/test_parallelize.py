@@ -210,9 +210,7 @@ def test_what_is_kept_for_the_backward_is_this_ranks_part(name):
 
     for shapes in threaded.run(2, run):
         cast = recipes.for_linear(name).input_columnwise
-        # EDEN keeps values.
-        width = 256 if cast.eden else 256 * cast.format.element.bits // 8
-        assert max(torch.Size(shape).numel() for shape in shapes) == 128 * width
+        assert max(torch.Size(shape).numel() for shape in shapes) == 128 * 256 * cast.format.element.bits // 8
 
 
 def test_two_groups_in_turn_do_not_disturb_each_others_backward():

@@ -168,7 +168,7 @@ def test_another_recipe_in_the_middle_of_a_run():
         return layer(x).square().mean()
 
     run = bfp.Reproducible(layer, 4)
-    for recipe, keys in (("nvfp4", 4), ("fp8_block", 1), ("nvfp4_eden", 4)):
+    for recipe, keys in (("nvfp4", 4), ("fp8_block", 1), ("mxfp4_rotated", 4)):
         run.backward(loss_of)
         bfp.set_recipe(layer, None, recipe)
         assert layer.keyed_by_unit

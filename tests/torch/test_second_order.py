@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import blockfp.torch as bfp
 from blockfp import recipes
-from blockfp.definition import eden, rotation, rounding
+from blockfp.definition import rotation, rounding
 
 
 def through(original, value):
@@ -41,7 +41,7 @@ class Emulated(torch.autograd.Function):
             weight = column_cast(w, recipe.weight_columnwise)
         d_x = through(g, row_cast(g, recipe.gradient, scale, keys[0])) @ through(w, weight)
         columns = through(g, column_cast(g, recipe.gradient_columnwise, scale, keys[1]))
-        inputs = column_cast(x, recipe.input_columnwise, scale_of(recipe, "input_scale"), keys[1], "input")
+        inputs = column_cast(x, recipe.input_columnwise, scale_of(recipe, "input_scale"))
         d_w = columns.mT @ through(x, inputs)
         return d_x, d_w, None
 
@@ -54,12 +54,10 @@ def row_cast(x, cast, scale=None, key=None):
     return quantized(x.detach().float(), cast, key=key, multiplier=scale)
 
 
-def column_cast(x, cast, scale=None, key=None, operand="gradient"):
+def column_cast(x, cast, scale=None, key=None):
     """Cast along the rows; a rotation is undone."""
-    turned = quantized(x.detach().float().mT.contiguous(), cast, key=key, multiplier=scale, operand=operand)
-    if cast.eden:
-        turned = eden.rotate_back(turned.float(), key).double()
-    elif cast.rotate:
+    turned = quantized(x.detach().float().mT.contiguous(), cast, key=key, multiplier=scale)
+    if cast.rotate:
         whole = turned.shape[1] // 16 * 16
         matrix = rotation.rotate(torch.eye(16)).double()
         turned[:, :whole] = (turned[:, :whole].unflatten(1, (-1, 16)) @ matrix.mT).flatten(1)

@@ -23,7 +23,7 @@ SWITCHES = [
     ("fp8_delayed", "mxfp4"),
     ("mxfp6", "fp8_delayed"),
     ("fp8_block", "fp8_row"),
-    ("nvfp4_4over6", "nvfp4_eden"),
+    ("nvfp4_4over6", "mxfp4_rotated"),
 ]
 
 
@@ -209,7 +209,7 @@ def test_wrapped_models_get_the_keys_of_plain_ones():
     """What torch.compile and DDP put into paths goes into no pattern and no random bit."""
     plain, compiled = made("mxfp8"), torch.compile(made("mxfp8"), backend="eager")
     for model in (plain, compiled):
-        bfp.set_recipe(model, None, {"^0$": "nvfp4", "^[24]$": "nvfp4_eden"})
+        bfp.set_recipe(model, None, {"^0$": "nvfp4", "^[24]$": "mxfp4_rotated"})
     inner = compiled._orig_mod
     for layer, other in zip(plain, inner, strict=True):
         if isinstance(layer, bfp.Linear):
@@ -293,12 +293,12 @@ def _replicas(rank):
     replicas = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = bfp.AdamW(replicas.parameters(), lr=1e-2)
     losses = train(replicas, optimizer, range(2), rank)
-    for recipe in ("mxfp8", "nvfp4_eden", "fp8_block"):
+    for recipe in ("mxfp8", "mxfp4_rotated", "fp8_block"):
         bfp.set_recipe(replicas, optimizer, recipe)
         losses += train(replicas, optimizer, range(2), rank)
     plain = made("mxfp8")
-    bfp.set_recipe(plain, None, "nvfp4_eden")
-    bfp.set_recipe(replicas, optimizer, "nvfp4_eden")
+    bfp.set_recipe(plain, None, "mxfp4_rotated")
+    bfp.set_recipe(replicas, optimizer, "mxfp4_rotated")
     assert torch.equal(model[0].rng_key, plain[0].rng_key)
     assert all(map(math.isfinite, losses))
 

@@ -178,11 +178,6 @@ def check_recipe(recipe: Recipe) -> Recipe:
             f"recipe {recipe} scales by amaxes of earlier steps, which each product keeps for itself, and tokens are quantized "
             "before they come to one: use fp8_current, or another"
         )
-    if recipe.input_columnwise.eden:
-        raise ValueError(
-            f"recipe {recipe}: EDEN quantizes inputs in the backward, from values, and tokens are dispatched as codes: "
-            "use nvfp4, or another recipe without EDEN"
-        )
     for cast in (recipe.input, recipe.gradient):
         if cast.format is not None:
             check_rows(cast.format)

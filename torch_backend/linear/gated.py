@@ -27,15 +27,13 @@ switch.when_turned(_calls.clear)
 def takes(gate: Tensor, up: Tensor | None, weight: Tensor, recipe: Recipe, state: LinearState | None) -> bool:
     """Says whether `gated` computes what the activation and `linear` would.
 
-    It doesn't where the values of what the activation makes are wanted (by `observe`, by operands in high precision, by EDEN),
+    It doesn't where the values of what the activation makes are wanted (by `observe`, by operands in high precision),
     in transforms of torch.func, under torch.jit.trace, under an autocast to another dtype, or with DTensors. Nor where `linear`
     would raise.
     """
     if recipe.input.format is None or recipe.input_columnwise.format is None:
         return False
     if functorch_is_active() or jit_traces():
-        return False
-    if recipe.input_columnwise.eden:
         return False
     if state is not None and state.observed is not None:
         return False

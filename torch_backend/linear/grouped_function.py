@@ -36,14 +36,9 @@ from .weight_operands import weight_operand
 def takes(call: Call, observed: Tensor | None) -> bool:
     """Says whether `GroupedFunction` carries out a call with groups; `SharedFunction` does the others, one group after another.
 
-    Those look at single groups: ranks that share each expert find the amaxes of a group together, `observe` measures each, and
-    EDEN makes inputs in the backward.
+    Those look at single groups: ranks that share each expert find the amaxes of a group together, and `observe` measures each.
     """
-    return (
-        observed is None
-        and not call.recipe.input_columnwise.eden
-        and (call.parallel is None or call.parallel.style == "experts")
-    )
+    return observed is None and (call.parallel is None or call.parallel.style == "experts")
 
 
 def ends_of(counts: Sequence[int] | None, x: Tensor) -> Tensor:

@@ -267,7 +267,7 @@ def call_of(
             comes_aligned(x, recipe.input.format, recipe.weight.format, exact=recipe.exact_products),
             comes_aligned(x, recipe.input_columnwise.format, recipe.gradient_columnwise.format, exact=recipe.exact_products),
         )
-    takes_axes = direct and not grouped and parallel is None and not recipe.input_columnwise.eden
+    takes_axes = direct and not grouped and parallel is None
     # As `Recipe.of_text` takes it apart, which makes all of a recipe: calls of groups come here each time.
     eps = float(recipe.text.rsplit(",", 3)[1])
     options = (made, direct, traced, aligns, takes_axes, autocast, eps)
@@ -300,7 +300,7 @@ def _run(
         tensors = (*(delayed if recipe.delayed else (None,) * 4), words, state.step, state.observed)
     at_once = not call.traced and not functorch_is_active()
     function, arguments = SharedFunction.apply, ()
-    if call.parallel is None and not call.grouped and not recipe.input_columnwise.eden:
+    if call.parallel is None and not call.grouped:
         function, arguments = LinearFunction.apply, (call, shared, *tensors)
         if at_once:
             function, arguments = run_linear, (call, shared, tensors or NO_STATE)

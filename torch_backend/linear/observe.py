@@ -189,12 +189,12 @@ def observe_parts(
     Args:
         observed: see `observe_operand`.
         row: one of `OPERANDS`.
-        x: the matrix in the direction in which it was quantized; for EDEN rotated.
+        x: the matrix in the direction in which it was quantized.
         parts: its parts.
         cast: how they were made.
         origin: (row, column) of x's first element in the matrix whose blocks are counted.
     """
     assert cast.format is not None
-    new = quantization_figures(x, parts, cast.format.name, cast.rotate and not cast.eden, list(origin))
+    new = quantization_figures(x, parts, cast.format.name, cast.rotate, list(origin))
     figures = observed[OPERANDS.index(row)]
     figures.copy_(torch.cat([torch.maximum(figures[:1], new[:1]), figures[1:] + new[1:]]))

@@ -61,9 +61,7 @@ def operand_plan(
     # constants. How columns are cut doesn't depend on how many rows there are, which it may leave open.
     rows, columns = 1 if shard.dim == COLUMNS else operator.index(shape[0]), operator.index(shape[1])
     format = None if cast.format is None else cast.format.name
-    return _constant_plan(
-        format, cast.stochastic, cast.rotate, cast.eden, shard[1:], (rows, columns), columnwise, operand, gathers
-    )
+    return _constant_plan(format, cast.stochastic, cast.rotate, shard[1:], (rows, columns), columnwise, operand, gathers)
 
 
 _told: set[tuple[str, bool, Operand]] = set()
@@ -80,7 +78,6 @@ def _rank_plan(
     format: str | None,
     stochastic: bool,
     rotate: bool,
-    eden: bool,
     numbers: tuple[int, int, int, int | None, int],
     local: tuple[int, int],
     columnwise: bool,
@@ -89,8 +86,7 @@ def _rank_plan(
 ) -> RankPlan:
     shard = TensorParallelShard("", *numbers)
     lies = shard.sharding(local)
-    options: dict[str, Any] = {"operand": operand, "columnwise": columnwise}
-    options |= {"rotate": rotate, "stochastic": stochastic, "eden": eden}
+    options: dict[str, Any] = {"operand": operand, "columnwise": columnwise, "rotate": rotate, "stochastic": stochastic}
     if format is None:
         gather = Gather(lies, shard.dim, lies.mesh.names, None, "values")
         plan = Plan("all-gather of values", lies, lies.gathered(lies.mesh.names), (gather,))

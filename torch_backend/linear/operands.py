@@ -16,7 +16,7 @@ from blockfp.formats import Format
 from blockfp.recipes import HIGH_PRECISION, Cast
 from blockfp.sharding.plans import Operand
 
-from ..custom_ops import eden_ops, part_ops
+from ..custom_ops import part_ops
 from ..custom_ops.collectives import following, max_reduce
 from ..custom_ops.operand_ops import Directions, part_count, quantize_operand, tensor_amax
 from ..custom_ops.products import Matrix, in_order
@@ -73,9 +73,6 @@ def quantized(
     """
     if shard is not None:
         return _quantized_part(x, operand, rowwise, columnwise, scaling, shard, keys)
-    if columnwise.eden:
-        row = quantized(x, operand, rowwise, HIGH_PRECISION, scaling, None, keys)[0]
-        return row, _by_eden(x, operand, columnwise, scaling, keys)
     row, column = rowwise.format, columnwise.format
     if row is None and column is None:
         return Matrix([x], None), None
@@ -110,16 +107,6 @@ def kept_aligned(call: Call) -> bool:
     """
     format = call.recipe.input_columnwise.format
     return call.aligns[1] and format is not None and format.element.bits == 8
-
-
-def _by_eden(x: Tensor, operand: Operand, cast: Cast, scaling: Scaling, keys: Tensor | None) -> Matrix:
-    """Quantizes all of x columnwise by MS-EDEN, with the second of the keys."""
-    assert keys is not None
-    parts = eden_ops.quantize_eden(x, None, keys[1], operand, True, (0, 0), None)
-    if scaling.observed is not None:
-        rotated = eden_ops.rotate_eden(x.mT, keys[1], 0)
-        observe_parts(scaling.observed, f"{operand} columnwise", rotated, parts, cast)
-    return Matrix(parts, cast.format)
 
 
 def amax_where_compiled(
@@ -192,13 +179,6 @@ def kept_inputs(
     return [Matrix(kept[first : first + each], format, origin) for first in range(0, len(kept), each)]
 
 
-def eden_input(x: Matrix, cast: Cast, scaling: Scaling, shard: TensorParallelShard | None, keys: Tensor | None) -> Matrix:
-    """Quantizes a group's input by EDEN, whose values the forward kept; x is what `kept_inputs` made of them."""
-    column = quantized(x.parts[0].mT, "input", HIGH_PRECISION, cast, scaling, shard, keys)[1]
-    assert column is not None
-    return column
-
-
 def gathered_input(
     x: Tensor, rowwise: Cast, columnwise: Cast, scaling: Scaling, shard: TensorParallelShard
 ) -> tuple[Matrix, list[Tensor]]:
@@ -229,7 +209,6 @@ class PendingInput(NamedTuple):
     plan: RankPlan
     cast: Cast
     shard: TensorParallelShard
-    keys: Tensor | None
 
     def finish(self, scaling: Scaling) -> Matrix:
         """Waits for the gather and returns the input."""
@@ -238,30 +217,21 @@ class PendingInput(NamedTuple):
             return Matrix(parts, self.cast.format, transposed=self.plan.transposes)
         if self.cast.format is None:
             return Matrix([parts[0].mT], None)
-        column = quantized(parts[0], "input", HIGH_PRECISION, self.cast, scaling, None, self.keys)[1]
+        column = quantized(parts[0], "input", HIGH_PRECISION, self.cast, scaling)[1]
         assert column is not None
         return column
 
 
 def regathered_input(
-    kept: list[Tensor],
-    shape: Sequence[int],
-    cast: Cast,
-    scaling: Scaling,
-    shard: TensorParallelShard,
-    gradient: Tensor,
-    keys: Tensor | None,
+    kept: list[Tensor], shape: Sequence[int], cast: Cast, shard: TensorParallelShard, gradient: Tensor
 ) -> PendingInput:
     """Begins to gather the whole input columnwise, from what `gathered_input` kept of a part of this shape."""
     plan = operand_plan(shape, cast, shard, columnwise=True)
-    if cast.eden and plan.by_codes:
-        # The forward kept values: it doesn't know the signs.
-        (kept,) = _parts(kept[0], "input", [_direction(1, cast, plan, keys)], scaling, shard)
     sent = padded(plan, kept)
     if torch.compiler.is_compiling():
         # Else it would be gathered as soon as it is known: in the forward, which would keep all of it for the backward.
         sent[-1] = following(sent[-1], gradient)
-    return PendingInput(start(shard, sent), plan, cast, shard, keys)
+    return PendingInput(start(shard, sent), plan, cast, shard)
 
 
 def gathered_gradient(
@@ -330,20 +300,13 @@ def _parts(
         if found.amax is not None and scaling.history is not None:
             record(scaling.history, found.amax)
     else:
-        parts = quantize_operand_shard(x, operand, directions, shard, eps=scaling.eps)
+        parts = quantize_operand_shard(x, directions, shard, eps=scaling.eps)
     if scaling.observed is not None:
         for direction, made in zip(directions, parts, strict=True):
             for name in direction.names:
                 values = x.mT if direction.step.columnwise else x
-                values = _rotated_by_eden(x, direction) if direction.cast.eden else values
                 observe_parts(scaling.observed, f"{operand} {name}", values, made, direction.cast, direction.step.origins[0])
     return parts
-
-
-def _rotated_by_eden(x: Tensor, direction: Direction) -> Tensor:
-    """The columnwise values of which EDEN made codes, of each run at its place."""
-    runs = zip(x.chunk(len(direction.step.origins)), direction.step.origins, strict=True)
-    return torch.cat([eden_ops.rotate_eden(rows.mT, direction.key, origin[1]) for rows, origin in runs], 1)
 
 
 def _depends_on_amax_alone(direction: Direction) -> bool:

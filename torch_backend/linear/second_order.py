@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockfp.definition import eden, rotation
+from blockfp.definition import rotation
 from blockfp.formats import Format
 from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
 
 from ..custom_ops import ops
 from ..torch_internals import DelayedError, current_graph_task
 from .call import Call, bias_gradient, groups_of, keys_of_gradient
-from .operands import Scaling, eden_input, kept_inputs, quantized
+from .operands import Scaling, kept_inputs, quantized
 from .weight_operands import columnwise_weight, weight_operand
 
 
@@ -67,11 +67,9 @@ def values_of(parts: Sequence[Tensor], format: Format | None, columns: int) -> T
     return ops.dequantize(parts[0], parts[1], scale, format.name, torch.float32, columns, [0, 0])
 
 
-def columnwise_values(parts: Sequence[Tensor], cast: Cast, rows: int, key: Tensor | None = None) -> Tensor:
-    """The values [rows, columns] of an operand that was quantized columnwise, its rotation undone; `key` is EDEN's."""
+def columnwise_values(parts: Sequence[Tensor], cast: Cast, rows: int) -> Tensor:
+    """The values [rows, columns] of an operand that was quantized columnwise, its rotation undone."""
     values = values_of(parts, cast.format, rows)
-    if cast.eden:
-        return eden.rotate_back(values, key).mT
     if cast.rotate:
         group, whole = rotation.GROUP, rows - rows % rotation.GROUP
         matrix = rotation.rotate(torch.eye(group, dtype=torch.float32, device=values.device))
@@ -145,16 +143,10 @@ def backward_with_graph(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]
     if ctx.again is not None:
         kept = cast_again(ctx, saved)
     with torch.no_grad():
-        rows, columns, keys = _gradient_values(ctx, gradient.detach())
+        rows, columns = _gradient_values(ctx, gradient.detach())
         cast = recipe.input_columnwise
-        inputs = kept_inputs(kept, None if cast.eden else cast.format, ctx.counts, ctx.x_origin)
-        if cast.eden:
-            scaling = Scaling(recipe.eps, observed=ctx.observed)
-            inputs = [eden_input(one, cast, scaling, None, own) for one, own in zip(inputs, keys, strict=False)]
-        x = [
-            columnwise_values(one.parts, cast, length, None if own is None else own[1])
-            for one, length, own in zip(inputs, lengths, keys, strict=needs_weight)
-        ]
+        inputs = kept_inputs(kept, cast.format, ctx.counts, ctx.x_origin)
+        x = [columnwise_values(one.parts, cast, length) for one, length in zip(inputs, lengths, strict=needs_weight)]
         w = _weight_values(parts, ctx, recipe) if needs_x else None
     d_x = d_weight = None
     # Products choose their dtypes themselves.
@@ -176,25 +168,20 @@ def backward_with_graph(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]
     return d_x, d_weight, d_bias
 
 
-def _gradient_values(ctx: Any, gradient: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor | None]]:
-    """The values of each group's gradient, rowwise and columnwise, [tokens, out], and its keys, int32 [2, 2], or None.
-
-    In directions that aren't wanted there is the original.
-    """
+def _gradient_values(ctx: Any, gradient: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """The values of each group's gradient, rowwise and columnwise, [tokens, out]; the original in directions not wanted."""
     recipe, (needs_x, needs_weight, _) = ctx.call.recipe, ctx.call.needs
     rowwise = recipe.gradient if needs_x else HIGH_PRECISION
     columnwise = recipe.gradient_columnwise if needs_weight else HIGH_PRECISION
     keys = keys_of_gradient(ctx, gradient) if rowwise.stochastic or columnwise.stochastic else None
     scaling = Scaling(recipe.eps, ctx.scale, ctx.history, ctx.observed)
-    rows, columns, used = [], [], []
+    rows, columns = [], []
     for index, group in groups_of(gradient, ctx.counts):
         key = None if keys is None else keys[index or 0]
         row, column = quantized(group, "gradient", rowwise, columnwise, scaling, None, key)
         rows.append(values_of(row.parts, rowwise.format, group.shape[1]))
-        own = None if key is None else key[1]
-        columns.append(columnwise_values([group.mT] if column is None else column.parts, columnwise, group.shape[0], own))
-        used.append(key)
-    return rows, columns, used
+        columns.append(columnwise_values([group.mT] if column is None else column.parts, columnwise, group.shape[0]))
+    return rows, columns
 
 
 def _weight_values(parts: list[Tensor], ctx: Any, recipe: Recipe) -> Tensor:

@@ -38,8 +38,6 @@ from . import outputs, pieces
 from .call import Call, bias_gradient, groups_of, keys_of_gradient
 from .operands import (
     Scaling,
-    apart,
-    eden_input,
     gathered_gradient,
     gathered_input,
     kept_inputs,
@@ -73,8 +71,6 @@ class SharedFunction(torch.autograd.Function):
             pieces.check_eager()
         scaling = Scaling(call.eps, input_scale, input_amax_history if call.training else None, observed)
         columnwise = recipe.input_columnwise if call.needs[1] else HIGH_PRECISION
-        # The backward knows the signs that EDEN rotates by.
-        columnwise = HIGH_PRECISION if columnwise.eden else columnwise
         shard = None if parallel is None else parallel.cut_input
         gathers = parallel is not None and parallel.gathers_input
         # What terms add up to gets its bias once.
@@ -98,8 +94,7 @@ class SharedFunction(torch.autograd.Function):
             terms.append(_multiplied("forward", row, w, size, own, x.dtype, parallel, index, fast_accum=fast, exact=exact))
             del row, columns
         if call.needs[1] and columnwise.format is None and not gathers:
-            # Compilers may make it again in the backward.
-            kept = [apart(x) if torch.compiler.is_compiling() and recipe.input_columnwise.eden else x]
+            kept = [x]
         y = _joined(terms) if terms else x.new_empty((0, weight.shape[-2]))
         del terms
         if parallel is not None and parallel.style == "row":
@@ -147,10 +142,9 @@ class SharedFunction(torch.autograd.Function):
         pending, cast = None, recipe.input_columnwise
         inputs: list[Matrix] = []
         if parallel is not None and parallel.gathers_input and needs_weight:
-            own = keys[0] if keys is not None and cast.eden else None
-            pending = regathered_input(kept, ctx.x_shape, cast, scaling, parallel.tokens, gradient, own)
+            pending = regathered_input(kept, ctx.x_shape, cast, parallel.tokens, gradient)
         else:
-            inputs = kept_inputs(kept, None if cast.eden else cast.format, ctx.counts, ctx.x_origin)
+            inputs = kept_inputs(kept, cast.format, ctx.counts, ctx.x_origin)
         del kept
         d_bias = _shared_bias_gradient(gradient, ctx, parallel) if needs_bias and parallel is not None else None
         shard = None if parallel is None else parallel.cut_gradient
@@ -173,8 +167,6 @@ class SharedFunction(torch.autograd.Function):
                 if name == "wgrad" and needs_weight:
                     column = Matrix([group.mT], None) if column is None else column
                     x = inputs.pop(0) if pending is None else pending.finish(scaling)
-                    if cast.eden and pending is None:
-                        x = eden_input(x, cast, scaling, None if parallel is None else parallel.cut_input, key)
                     size = (ctx.shape[-1], ctx.x_shape[0] if gathers else group.shape[0])
                     fast, exact = "wgrad" in recipe.fast_accum, recipe.exact_products
                     each = _multiplied(name, column, x, size, None, ctx.dtype, parallel, fast_accum=fast, exact=exact)

@@ -17,9 +17,8 @@ from blockfp.definition.numerics import Amax, Quantized
 from blockfp.definition.rounding import Key
 from blockfp.formats import Format
 from blockfp.recipes import Cast
-from blockfp.sharding.plans import Operand
 
-from ..custom_ops import cuda, eden_ops, part_ops
+from ..custom_ops import cuda, part_ops
 from ..custom_ops.kernels import kernels_for
 from .amaxes import AmaxExchange
 from .rank_plan import Quantization
@@ -103,13 +102,12 @@ class Direction(NamedTuple):
 
 
 def quantize_operand_shard(
-    x: Tensor, operand: Operand, directions: Sequence[Direction], shard: TensorParallelShard, *, eps: float = 0.0
+    x: Tensor, directions: Sequence[Direction], shard: TensorParallelShard, *, eps: float = 0.0
 ) -> list[list[Tensor]]:
     """Quantizes this rank's part of an operand: codes, scales and maybe tensor scale as in the quantized whole.
 
     Args:
         x: this rank's part [rows, columns], float32, float16 or bfloat16.
-        operand: "input", "weight" or "gradient".
         directions: the directions wanted; what they reduce goes in one collective.
         shard: where the part lies.
         eps: see `numerics.quantize`.
@@ -119,31 +117,17 @@ def quantize_operand_shard(
     for direction in directions:
         step, amaxes = direction.step, None
         if step.reduces:
-            if direction.cast.eden:
-                amaxes = _eden_amaxes(x, direction)
-            else:
-                amaxes = list(part_ops.part_amaxes(x, step.format, step.columnwise, step.rotate, step.origins[0]))
-                if step.sends_members:
-                    amaxes.append(part_ops.part_members(x, step.format, step.columnwise, step.rotate, step.origins[0]))
+            amaxes = list(part_ops.part_amaxes(x, step.format, step.columnwise, step.rotate, step.origins[0]))
+            if step.sends_members:
+                amaxes.append(part_ops.part_members(x, step.format, step.columnwise, step.rotate, step.origins[0]))
             exchange.add(amaxes, step, {AXIS: shard.group})
         found.append(amaxes)
     exchange.run()
-    return [_operand_parts(x, operand, *each, shard, eps) for each in zip(directions, found, strict=True)]
-
-
-def _eden_amaxes(x: Tensor, direction: Direction) -> list[Tensor]:
-    """Amaxes as `part_ops.part_amaxes` finds them. Signs are those of each run's place."""
-    step = direction.step
-    runs = zip(x.chunk(len(step.origins)), step.origins, strict=True)
-    blocks, nan, tensor = zip(
-        *(eden_ops.eden_amaxes(rows, direction.key, step.columnwise, origin) for rows, origin in runs), strict=True
-    )
-    axis = COLUMNS if step.columnwise else ROWS
-    return [torch.cat(blocks, axis), torch.cat(nan, axis), torch.stack(tensor).amax()]
+    return [_operand_parts(x, *each, shard, eps) for each in zip(directions, found, strict=True)]
 
 
 def _operand_parts(
-    x: Tensor, operand: Operand, direction: Direction, amaxes: list[Tensor] | None, shard: TensorParallelShard, eps: float
+    x: Tensor, direction: Direction, amaxes: list[Tensor] | None, shard: TensorParallelShard, eps: float
 ) -> list[Tensor]:
     step, key = direction.step, direction.key
     how = (step.format, step.columnwise, step.rotate)
@@ -153,8 +137,6 @@ def _operand_parts(
         shape = (shape[0], x.shape[0]) if step.columnwise else (x.shape[0], shape[1])
 
     def part(rows: Tensor, amaxes: Any, origin: tuple[int, int]) -> list[Tensor]:
-        if direction.cast.eden:
-            return eden_ops.quantize_eden(rows, amaxes, key, operand, step.columnwise, origin, shape)
         return part_ops.quantize_part(rows, amaxes, key, *how, origin, shape, eps)
 
     if key is None or shard.runs == 1:

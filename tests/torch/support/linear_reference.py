@@ -7,7 +7,7 @@ from blockfp.torch_backend.linear.linear import LinearState
 
 import blockfp.torch as bfp
 from blockfp import recipes
-from blockfp.definition import eden, numerics, rotation, rounding
+from blockfp.definition import numerics, rotation, rounding
 from blockfp.recipes import Cast
 
 SCALES = {"input_scale": torch.tensor(60.0), "gradient_scale": torch.tensor(900.0)}
@@ -48,13 +48,10 @@ class Expected(NamedTuple):
     d_weight: Result
 
 
-def quantized(x, cast, *, key=None, multiplier=None, operand="gradient"):
+def quantized(x, cast, *, key=None, multiplier=None):
     """Values of x as the cast leaves them, float64."""
     if cast.format is None:
         return x.double()
-    if cast.eden:
-        parts = eden.quantize(eden.rotate(x, key), cast.format, key, operand)
-        return numerics.dequantize(*parts, cast.format, "float32", columns=x.shape[-1]).double()
     if cast.rotate:
         x = rotation.rotate(x)
     if multiplier is not None:
@@ -80,7 +77,7 @@ def expected(x, weight, gradient, recipe, *, key=None, input_scale=None, gradien
         product(g, across),
         product(
             quantized(turned[0], recipe.gradient_columnwise, key=column_key, multiplier=gradient_scale),
-            quantized(turned[1], recipe.input_columnwise, key=column_key, multiplier=input_scale, operand="input"),
+            quantized(turned[1], recipe.input_columnwise, multiplier=input_scale),
         ),
     )
 

@@ -14,7 +14,7 @@ from blockfp.recipes import HIGH_PRECISION
 
 VALUES = recipes.mxfp8().replace(name="values", input=HIGH_PRECISION, weight=HIGH_PRECISION, gradient=HIGH_PRECISION)
 RECIPES = {name: (name, None) for name in ("mxfp8", "fp8_block", "fp8_current", "nvfp4")}
-RECIPES |= {"nvfp4_eden": (recipes.nvfp4_eden(), None), "bf16": (VALUES, torch.bfloat16)}
+RECIPES |= {"bf16": (VALUES, torch.bfloat16)}
 """Recipes, and the dtype of the parameters."""
 
 UNITS, SPLITS, TOKENS, WORDS = 4, 2, 32, 64
