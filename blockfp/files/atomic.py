@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -51,23 +52,63 @@ def remove_left_behind(path: Path) -> None:
     """Removes temporary files of `path` that no process is writing any more."""
     for temporary in being_written(path).values():
         # What can't be opened, locked or removed stays: that stops nobody.
-        with suppress(OSError):
-            descriptor = os.open(temporary, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _is(temporary, descriptor):
-                    temporary.unlink()
-            finally:
-                os.close(descriptor)
+        with suppress(OSError), left_behind(temporary):
+            temporary.unlink()
+
+
+@contextmanager
+def left_behind(path: Path) -> Iterator[None]:
+    """Holds the lock of a file whose process doesn't live any more.
+
+    Raises:
+        BlockingIOError: it does.
+        OSError: there is no such file, or the file system has no locks.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        with naming(path, "flock"):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not is_open(path, descriptor):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def to_disk(path: Path) -> None:
     """Waits until a file, or the names in a folder, would survive a crash of the machine."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path, "fsync"):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder, and those above it that are missing, with names that would survive a crash of the machine.
+
+    Raises:
+        OSError: something else has one of the names, or it can't be made.
+    """
+    if path.is_dir():
+        return
+    if path.parent != path:
+        make_folder(path.parent)
+    # Another process may make it now.
+    path.mkdir(exist_ok=True)
+    to_disk(path.parent)
+
+
+@contextmanager
+def naming(path: Path, operation: str) -> Iterator[None]:
+    """Gives an OSError that names no file the path, and says what was being done to it."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, f"{error.strerror} in {operation}", str(path)) from error
+        raise
 
 
 def _locked(path: Path) -> tuple[Path, int]:
@@ -78,15 +119,16 @@ def _locked(path: Path) -> tuple[Path, int]:
         # Where the file system has no locks nobody takes it for left behind either.
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if _is(temporary, descriptor):
+        if is_open(temporary, descriptor):
             return temporary, descriptor
         # Another process found it before it was locked, and has removed it.
         os.close(descriptor)
 
 
-def _is(path: Path, descriptor: int) -> bool:
+def is_open(path: Path, descriptor: int) -> bool:
     """Tells whether a name still means the open file."""
     try:
-        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
-    except FileNotFoundError:
+        with naming(path, "fstat"):
+            return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
+    except (FileNotFoundError, NotADirectoryError):
         return False

@@ -228,7 +228,7 @@ class Harmful:
 def test_an_index_that_would_run_something_is_refused(saved):
     (saved / "step-00000002" / ".metadata").write_bytes(pickle.dumps(Harmful()))
     with pytest.raises(BadCheckpoint, match=r"it names posix\.system, which an index has no use for"):
-        read_index(saved / "step-00000002")
+        read_index(manifest.Files(saved / "step-00000002"))
 
 
 @pytest.mark.parametrize("reduce", [lambda member, _: (getattr, (type(member), member.name)), enum.Enum.__reduce_ex__])
@@ -238,14 +238,14 @@ def test_indexes_of_every_release_of_python(saved, monkeypatch, reduce):
     written = pickle.loads(index.read_bytes())
     monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", reduce)
     index.write_bytes(pickle.dumps(written))
-    read = read_index(saved / "step-00000002")
+    read = read_index(manifest.Files(saved / "step-00000002"))
     assert read.state_dict_metadata.keys() == written.state_dict_metadata.keys()
 
 
 def test_what_an_index_names_is_not_called(saved):
     (saved / "step-00000002" / ".metadata").write_bytes(pickle.dumps(Gets()))
     with pytest.raises(BadCheckpoint, match="without tensors or their places"):
-        read_index(saved / "step-00000002")
+        read_index(manifest.Files(saved / "step-00000002"))
 
 
 class Gets:

@@ -70,8 +70,21 @@ def recipe_of(module: nn.Module) -> str | None:
 
 def kind_of(param: Tensor) -> str:
     """A description of a parameter that holds on every rank: its format, shape and dtype."""
-    format = getattr(local_of(param), "format", None)
-    return f"{format or 'in high precision'} of shape {tuple(param.shape)} and {param.dtype}"
+    local = local_of(param)
+    format, has_codes = getattr(local, "format", None), hasattr(local, "codes")
+    kept = format if has_codes else "in high precision" if format is None else f"in high precision, cast to {format},"
+    return f"{kept} of shape {tuple(param.shape)} and {param.dtype}"
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Descriptions of the settings of an optimizer's groups, by name."""
+    found = {}
+    for i, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            # Stages of a pipeline have other parameters.
+            if name not in ("params", "param_names"):
+                found[f"optimizer.param_groups[{i}][{name!r}]"] = repr(value.tolist() if isinstance(value, Tensor) else value)
+    return found
 
 
 def _refuse_smaller_mesh(param: Any) -> None:
