@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from blockfp.errors import BadCheckpoint
 from blockfp.files import manifest, publishing
 from blockfp.files.manifest import Files
-from blockfp.files.names import EXTRA, MODEL, OPTIMIZER, OWN, STATE, STEP, TIED
+from blockfp.files.names import EXTRA, GROUPS, MODEL, OPTIMIZER, OWN, STATE, STEP, TIED
 
 from ..modules import model_names
 from ..optimizer.adamw import Adam, AdamW
@@ -26,7 +26,7 @@ from ..quantized_tensor.dtensors import placed
 from . import background, ranks
 from .background import Saving
 from .conversion import Conversion, conversions, convert, leave_paths, masters_of, replace, replace_masters, values_of
-from .matching import described, empty, match_model, match_optimizer, names_of
+from .matching import HOW_TO_STEP, described, empty, match_model, match_optimizer, names_of
 from .training_state import optimizer_state, restorer
 from .uneven import leaves, replicate_uneven, restore_uneven
 
@@ -162,8 +162,8 @@ def load_checkpoint(
         folder: that of the run, or of one checkpoint.
         model: what was saved, sharded in any way or not at all; materialized.
         optimizer: whose state is loaded; None leaves that in the checkpoint alone. It has the same groups of parameters, and
-            keeps its own `moments`, `master`, `capturable` and `osci_reset`, and what else of a group's settings isn't in the
-            checkpoint.
+            keeps its own `moments`, `master` and `osci_reset`, those of torch's switches that say how a step is carried out
+            (`capturable`, `foreach`, `fused`, `differentiable`), and what else of a group's settings isn't in the checkpoint.
         step: which checkpoint; by default the last.
         requantize: convert weights that the checkpoint holds in another format, or in high precision where the model has codes,
             or the other way round: from the optimizer's masters where they are loaded, else from the checkpoint's values. What
@@ -270,6 +270,8 @@ def _into_optimizer(
     for one in (one for one in lacking if one.name in states):
         states[one.name]["master"] = placed(one.param, values_of(one).to(torch.float32))
     masters = masters_of(converted, states)
+    for own, group in zip(optimizer.param_groups, state[GROUPS], strict=True):
+        group |= {name: own[name] for name in HOW_TO_STEP if name in own}
     # What the checkpoint has no state of begins with its next gradient.
     set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=False))
     return masters

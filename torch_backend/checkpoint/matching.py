@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 
+HOW_TO_STEP = ("capturable", "foreach", "fused", "differentiable")
+"""Settings of torch's optimizers that depend on the device, and not on the run."""
+
+
 def names_of(index: Metadata, part: str) -> dict[str, Any]:
     """Returns a checkpoint's entries under "model", "optimizer" or "extra", by name."""
     prefix = f"{part}."
