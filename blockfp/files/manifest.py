@@ -154,7 +154,7 @@ class Files:
     def open(self, name: str) -> Iterator[IO[bytes]]:
         """Opens a file; raises BadCheckpoint where it isn't what it was, now and when it has been read."""
         path = self.folder / name
-        with naming(path, "read"), untrusted.open_regular(path) as file:
+        with untrusted.open_regular(path) as file, naming(path, "reading"):
             self.check(name, file)
             yield file
             self.check(name, file)

@@ -81,7 +81,7 @@ class Draft:
         if found:
             raise OSError(f"{'; '.join(found)}: every rank must write to one folder, on a file system that all of them see")
         assert self._lock is not None
-        with naming(self.folder / MANIFEST, "write"), open(self._lock, "wb", closefd=False) as file:
+        with naming(self.folder / MANIFEST, "writing"), open(self._lock, "wb", closefd=False) as file:
             file.write(manifest.text_of(files))
             file.flush()
             os.fsync(file.fileno())

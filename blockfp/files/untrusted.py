@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import stat
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 HEADER_BYTES = 100_000_000
 """The longest header, index or manifest that is read: what the safetensors library allows."""
 
-_VALUES = 10_000_000
-"""Lists, objects and entries in one, at most: each takes up to a hundred bytes."""
+
+MOST_HELD = 256
+"""Files that a process holds open at most: it may have 1,024 descriptors on most systems."""
 
 
 class NotPlain(OSError):
@@ -26,19 +32,114 @@ def open_regular(path: Path) -> IO[bytes]:
         OSError: there is none, or it can't be read. `NotPlain` says that it is something else.
     """
     # Looked at first, since opening a device may do something; and again, since it may have been replaced.
-    _refuse_others(path, os.stat(path).st_mode)
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    refuse_others(path, os.stat(path).st_mode)
+    # The file owns its descriptor from the beginning: nothing that interrupts this closes it twice.
+    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115
     try:
-        _refuse_others(path, os.fstat(descriptor).st_mode)
-        return open(descriptor, "rb")
+        refuse_others(path, os.fstat(file.fileno()).st_mode)
     except BaseException:
-        os.close(descriptor)
+        file.close()
         raise
+    return file
 
 
-def _refuse_others(path: Path, mode: int) -> None:
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def refuse_others(path: Path, mode: int) -> None:
+    """Raises NotPlain where a mode isn't that of a regular file."""
     if not stat.S_ISREG(mode):
         raise NotPlain(0, "is a directory" if stat.S_ISDIR(mode) else "is no regular file", str(path))
+
+
+class HeldFile:
+    """A regular file that is opened once and read often: whatever takes its name meanwhile, all is read of this one.
+
+    A process holds `MOST_HELD` of them open. Those beyond are opened anew for each reader, and must still be the same file.
+
+    Attributes:
+        path: its name when it was opened.
+        length: its bytes then.
+        close: closes it. Otherwise it is closed when it is collected, where Python would swallow a Ctrl-C.
+    """
+
+    def __init__(self, path: Path):
+        """Opens a file, or the one that a link leads to. Raises OSError, as `open_regular`."""
+        file = open_regular(path)
+        self.close = weakref.finalize(self, _let_go, file)
+        self.path = path
+        self._seen = _state_of(file)
+        self._file = file if len(_held) < MOST_HELD else None
+        if self._file is None:
+            self.close()
+        else:
+            _held.add(file.fileno())
+
+    @property
+    def length(self) -> int:
+        return self._seen[2]
+
+    @contextmanager
+    def reader(self) -> Iterator[IO[bytes]]:
+        """Yields the file from its beginning; threads that read it don't disturb each other.
+
+        Raises:
+            OSError: the file has another content than when it was opened, by its length and its time of change.
+        """
+        file = self._file or open_regular(self.path)
+        try:
+            if file is not self._file:
+                self._check(file)
+            with io.BufferedReader(_At(file.fileno())) as reader:
+                yield reader
+            self._check(file)
+        finally:
+            if file is not self._file:
+                file.close()
+
+    def _check(self, file: IO[bytes]) -> None:
+        if _state_of(file) != self._seen:
+            raise OSError(errno.ESTALE, "was replaced or written to after it was opened", str(self.path))
+
+
+_held: set[int] = set()
+"""The descriptors of files that are held."""
+
+
+def _let_go(file: IO[bytes]) -> None:
+    _held.discard(file.fileno())
+    file.close()
+
+
+def _state_of(file: IO[bytes]) -> tuple[int, ...]:
+    found = os.fstat(file.fileno())
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+class _At(io.RawIOBase):
+    """An open file with a position of its own."""
+
+    def __init__(self, descriptor: int):
+        self._descriptor, self._at = descriptor, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: os.fstat(self._descriptor).st_size}[whence]
+        if start + offset < 0:
+            raise OSError(errno.EINVAL, f"there is no byte {start + offset}")
+        self._at = start + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        count = os.preadv(self._descriptor, [buffer], self._at)
+        self._at += count
+        return count
 
 
 def length_of(file: IO[bytes]) -> int:
@@ -46,43 +147,52 @@ def length_of(file: IO[bytes]) -> int:
     return os.fstat(file.fileno()).st_size
 
 
-def read_header(file: IO[bytes], length: int, what: str) -> bytes:
+def read_header(file: IO[bytes], length: int, what: str, most: int = HEADER_BYTES) -> bytes:
     """Reads `length` bytes.
 
     Raises:
-        ValueError: they are more than a header may have, or than there are.
+        ValueError: they are more than `most`, or than there are.
     """
-    if length > HEADER_BYTES:
-        raise ValueError(f"{what} of {length} bytes is not read: at most {HEADER_BYTES}")
+    if length > most:
+        raise ValueError(f"{what} of {length} bytes is not read: at most {most}")
     content = file.read(length)
     if len(content) != length:
         raise ValueError(f"cut short: {what} should have {length} bytes, {len(content)} are there")
     return content
 
 
-def parse_json(content: bytes, what: str) -> Any:
-    """Parses JSON.
+def parse_json(content: bytes, what: str, most: int = HEADER_BYTES) -> Any:
+    """Parses JSON of what may have `most` bytes, and one value in ten of them.
 
     Raises:
-        ValueError: it is not JSON, or nests deeper or holds more than anything that blockfp reads does.
+        ValueError: it is not JSON, has a name twice in an object, or nests deeper or holds more than anything that blockfp
+            reads does.
     """
-    if sum(map(content.count, (b"[", b"{", b","))) > _VALUES:
-        raise ValueError(f"{what} holds more than {_VALUES} values")
+    if sum(map(content.count, (b"[", b"{", b","))) > most // 10:
+        raise ValueError(f"{what} holds more than {most // 10} values")
     try:
-        return json.loads(content, parse_constant=_no_number)
+        return json.loads(content.decode(), parse_constant=_no_number, object_pairs_hook=_object)
     except RecursionError as error:
         raise ValueError(str(error)) from error
 
 
-def read_json(path: Path) -> Any:
-    """Reads and parses a file of JSON.
+def read_json(path: Path, most: int = HEADER_BYTES) -> Any:
+    """Reads and parses a file of JSON, of `most` bytes at most.
 
     Raises:
         OSError: it can't be read, or is no regular file.
         ValueError: it is not JSON, or too large.
     """
     with open_regular(path) as file:
-        return parse_json(read_header(file, length_of(file), "the file"), "the file")
+        return parse_json(read_header(file, length_of(file), "the file", most), "the file", most)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+        raise ValueError(f"{twice!r} is there twice")
+    return found
 
 
 def _no_number(name: str) -> Any:

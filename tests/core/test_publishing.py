@@ -99,7 +99,7 @@ def test_without_locks_nothing_is_taken_for_left_behind(tmp_path):
     with mock.patch.object(fcntl, "flock", none):
         first = publishing.begin(manifest.folder_of(tmp_path, 1))
         sums = write(first, b"first")
-        with pytest.warns(UserWarning, match=r"tmp was left behind and can't be removed: .* in flock: .*manifest.json"):
+        with pytest.warns(UserWarning, match=r"tmp was left behind and can't be removed: .* locking: .*manifest.json"):
             save(tmp_path, 2)
         first.publish(sums, None)
     assert manifest.steps(tmp_path) == [1, 2]
@@ -162,7 +162,7 @@ def test_a_folder_that_could_not_be_made_durable_has_no_name(tmp_path):
 
     with (
         mock.patch.object(os, "fsync", fails_once),
-        pytest.raises(OSError, match=rf"Input/output error in fsync: '{tmp_path}'"),
+        pytest.raises(OSError, match=rf"flushing to the disk: Input/output error: '{tmp_path}'"),
     ):
         draft.publish(sums, 1)
     assert calls == [str(draft.folder / "manifest.json"), str(draft.folder), str(tmp_path)]

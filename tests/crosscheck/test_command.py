@@ -187,10 +187,12 @@ def test_what_cannot_be_written(model, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device", "x.tmp")
 
     monkeypatch.setattr("blockfp.files.atomic.os.replace", full)
-    refused(run("check", model, *named, "--report", tmp_path / "r.json"), "error: [Errno 28] No space left on device")
-    refused(
-        run("quantize", model, tmp_path / "q.safetensors", *named[:2]), "error: [Errno 28] No space left on device: 'x.tmp'"
-    )
+    for name, arguments in (
+        ("r.json", ("check", model, *named, "--report")),
+        ("q.safetensors", ("quantize", model, *named[:2])),
+    ):
+        said = f"error: [Errno 28] saving {tmp_path / name}: No space left on device: 'x.tmp'"
+        refused(run(*arguments, tmp_path / name), said)
     assert list(tmp_path.iterdir()) == [model]
 
 

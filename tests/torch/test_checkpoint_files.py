@@ -211,7 +211,9 @@ def test_a_disk_that_is_full(saved, wait):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10000, hard))
     try:
-        with pytest.raises(OSError, match=r"step-00000003 was not saved: rank 0: OSError: \[Errno 27\] File too large"):
+        with pytest.raises(
+            OSError, match=r"step-00000003 was not saved: rank 0: OSError: \[Errno 27\] writing: File too large"
+        ):
             save_checkpoint(saved, model, step=3, wait=wait).wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

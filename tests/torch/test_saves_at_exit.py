@@ -59,7 +59,7 @@ def test_a_save_that_fails_at_the_end(tmp_path):
     assert unheard.returncode == 120, err
     assert out.splitlines() == ["the training ends", "others' exit handlers have run"]
     at_once, at_the_end = (line for line in err.splitlines() if line.startswith("blockfp: "))
-    assert "run/step-00000003 was not saved: rank 0: OSError: [Errno 27] File too large" in at_once
+    assert "run/step-00000003 was not saved: rank 0: OSError: [Errno 27] writing: File too large" in at_once
     assert "run/step-00000003 was not saved when the program ended, and nobody has called wait()" in at_the_end
     assert not list((tmp_path / "run").iterdir())
     out, err = heard.communicate(timeout=LIMIT)

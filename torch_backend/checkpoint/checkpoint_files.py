@@ -67,7 +67,7 @@ class _SummedFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        with naming(Path(path), "write"), _as_it_was(), super().create_stream(path, mode) as file:
+        with naming(Path(path), "writing"), _as_it_was(), super().create_stream(path, mode) as file:
             summed = _Summed(file)
             yield summed
         self.sums[Path(path).name] = summed.sum()
