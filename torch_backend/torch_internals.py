@@ -316,8 +316,8 @@ def unregistered_gloo(name: str, rank: int, world: int) -> Any:
     `destroy_process_group` ends every group of that list, also what a thread saves through. `new_group` makes no others, and
     the store of the default group has no public name.
     """
-    store = torch.distributed.PrefixStore(name, torch.distributed.distributed_c10d._get_default_store())
-    return torch.distributed.ProcessGroupGloo(store, rank, world, torch.distributed.constants.default_pg_timeout)
+    c10d: Any = torch.distributed.distributed_c10d
+    return c10d.ProcessGroupGloo(c10d.PrefixStore(name, c10d._get_default_store()), rank, world, c10d.default_pg_timeout)
 
 
 # ---- checkpoints

@@ -90,7 +90,7 @@ def save_checkpoint(
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    from .checkpoint_files import write, writer_to
+    from .checkpoint_files import SummedWriter, write
     from .plain_values import described_extra, plain, plain_extra, tied_names
 
     def arguments() -> tuple[Any, dict[str, Any], dict[str, str]]:
@@ -133,7 +133,7 @@ def save_checkpoint(
             # This rank may see a folder of its own under this name, and removes it then.
             drafts.append(publishing.Draft(checkpoint, begun))
         replicate_uneven(state)
-        writer, exchange = writer_to(drafts[0].folder), ranks.Exchange(process_group) if wait else ranks.apart(process_group)
+        writer, exchange = SummedWriter(drafts[0].folder), ranks.Exchange(process_group) if wait else ranks.apart(process_group)
         if wait:
             write_all()
             return Saving(checkpoint, None)

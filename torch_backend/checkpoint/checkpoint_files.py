@@ -62,19 +62,19 @@ class _Summed:
 class _SummedFiles(FileSystem):
     """torch's file system, which also keeps the sum of what was written to each file."""
 
-    def __init__(self) -> None:
-        self.sums: dict[str, FileSum] = {}
+    def __init__(self, sums: dict[str, FileSum]):
+        self._sums = sums
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         with naming(Path(path), "writing"), _as_it_was(), super().create_stream(path, mode) as file:
             summed = _Summed(file)
             yield summed
-        self.sums[Path(path).name] = summed.sum()
+        self._sums[Path(path).name] = summed.sum()
 
     def rename(self, path: Any, new_path: Any) -> None:
         super().rename(path, new_path)
-        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+        self._sums[Path(new_path).name] = self._sums.pop(Path(path).name)
 
 
 @contextmanager
@@ -93,16 +93,22 @@ def _as_it_was() -> Iterator[None]:
         raise origin from None
 
 
-def writer_to(folder: Path) -> FileSystemWriter:
-    """Returns torch's writer of files into a folder: one for each rank, on the disk when it is written."""
-    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
-    writer.fs = _SummedFiles()
-    return writer
+class SummedWriter(FileSystemWriter):
+    """torch's writer of files into a folder: one for each rank, on the disk when it is written.
+
+    Attributes:
+        sums: of the files that this rank has written, by name.
+    """
+
+    def __init__(self, folder: Path):
+        super().__init__(folder, single_file_per_rank=True, sync_files=True)
+        self.sums: dict[str, FileSum] = {}
+        self.fs = _SummedFiles(self.sums)
 
 
 def write(
     state: dict[str, Any],
-    writer: FileSystemWriter,
+    writer: SummedWriter,
     exchange: Exchange,
     publish: Callable[[dict[str, FileSum]], None],
     error: Callable[[str], Exception],
@@ -111,7 +117,7 @@ def write(
 
     Args:
         state: nested dictionaries.
-        writer: of `writer_to`.
+        writer: of this rank.
         exchange: the ranks, all of which call it.
         publish: called on the first rank, when everything is written. There is no moment before it at which a process that dies
             leaves something that looks like a checkpoint.
@@ -130,11 +136,11 @@ def write(
         return writer.prepare_global_plan(plans)
 
     def write_own() -> tuple[list[WriteResult], dict[str, FileSum]]:
-        return writer.write_data(planner.finish_plan(own), planner).wait(), dict(writer.fs.sums)
+        return writer.write_data(planner.finish_plan(own), planner).wait(), writer.sums
 
     def finish(written: list[tuple[list[WriteResult], dict[str, FileSum]]]) -> list[None]:
         writer.finish(metadata[0], [results for results, _ in written])
-        sums = writer.fs.sums
+        sums = dict(writer.sums)
         for _, of_rank in written:
             sums |= of_rank
         publish(sums)

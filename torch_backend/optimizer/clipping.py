@@ -89,7 +89,9 @@ def _squares(parameters: list[Tensor], gradients: list[Tensor], max_norm: float)
         reduced = _reduced(first, torch.cat([largest, _number_of(max_norm, largest.device)]), "max")
         largest, apart = reduced[:-2], reduced[-2:].sum()
         if asks and apart.item() != 0:
-            groups = [first.device_mesh.get_group(axis) for axis in _cut_axes(first)]  # pyright: ignore[reportAttributeAccessIssue]
+            dtensor = sharding.as_dtensor(first)
+            assert dtensor is not None
+            groups = [dtensor.device_mesh.get_group(axis) for axis in _cut_axes(dtensor)]
             agreement.refuse_differences(groups, {"max_norm": str(max_norm)}, "it must be the same on all")
         # 2^exponent is above the largest magnitude.
         exponents = ((largest >> 23) - 126).to(torch.int64)
