@@ -70,8 +70,8 @@ class Draft:
         """Gives a checkpoint whose files are on the disk its name, in one step; then removes others until `keep` are left.
 
         Those of the lowest steps go first; this one stays, also where the run went back and there are later steps, and so do
-        those that another process has saved meanwhile (`take_over`). What can't be removed is a warning: the
-        checkpoint is there.
+        those that another process has saved meanwhile (`take_over`). What can't be removed is a warning: the checkpoint is
+        there.
 
         Raises:
             FileExistsError: another process has saved this step meanwhile.
@@ -115,8 +115,9 @@ class Draft:
     def _surplus(self, keep: int | None) -> list[Path]:
         """The checkpoints beside this one that are too many, and this process's to remove."""
         run = self.checkpoint.parent
-        there, ours = _whole(run), _ours[run.resolve()]
-        ours.add(there.pop(self.checkpoint))
+        there, ours = _whole(run), _ours.setdefault(run.resolve(), set())
+        if self.checkpoint in there:
+            ours.add(there.pop(self.checkpoint))
         if keep is None:
             return []
         for path, known in there.items():
