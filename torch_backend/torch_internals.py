@@ -310,6 +310,16 @@ def renew_fsdp_param(param: Any) -> None:
     param.reset_sharded_param()
 
 
+def unregistered_gloo(name: str, rank: int, world: int) -> Any:
+    """A gloo group of the ranks that call this with one name, over torch's store, which torch's own list doesn't have.
+
+    `destroy_process_group` ends every group of that list, also what a thread saves through. `new_group` makes no others, and
+    the store of the default group has no public name.
+    """
+    c10d: Any = torch.distributed.distributed_c10d
+    return c10d.ProcessGroupGloo(c10d.PrefixStore(name, c10d._get_default_store()), rank, world, c10d.default_pg_timeout)
+
+
 # ---- checkpoints
 
 

@@ -86,14 +86,27 @@ def remove_left_behind(path: Path) -> None:
     """Removes temporary files of `path` that no process is writing any more."""
     for temporary in being_written(path).values():
         # What can't be opened, locked or removed stays: that stops nobody.
-        with suppress(OSError):
-            descriptor = os.open(temporary, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _is(temporary, descriptor):
-                    temporary.unlink()
-            finally:
-                os.close(descriptor)
+        with suppress(OSError), left_behind(temporary):
+            temporary.unlink()
+
+
+@contextmanager
+def left_behind(path: Path) -> Iterator[None]:
+    """Holds the lock of a file whose writer has ended.
+
+    Raises:
+        BlockingIOError: it hasn't.
+        OSError: there is no such file, or the file system has no locks.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        with naming(path, "locking"):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not is_open(path, descriptor):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def to_disk(path: Path) -> None:
@@ -178,7 +191,7 @@ def _locked(path: Path, mode: int) -> tuple[Path, int]:
             # Where the file system has no locks nobody takes it for left behind either.
             with suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if _is(temporary, descriptor):
+            if is_open(temporary, descriptor):
                 return temporary, descriptor
         except BaseException:
             os.close(descriptor)
@@ -188,9 +201,10 @@ def _locked(path: Path, mode: int) -> tuple[Path, int]:
         os.close(descriptor)
 
 
-def _is(path: Path, descriptor: int) -> bool:
+def is_open(path: Path, descriptor: int) -> bool:
     """Tells whether a name still means the open file."""
     try:
-        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
-    except FileNotFoundError:
+        with naming(path, "looking at"):
+            return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
+    except (FileNotFoundError, NotADirectoryError):
         return False

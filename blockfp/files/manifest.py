@@ -1,10 +1,9 @@
 """Folders of checkpoints: numbered, each whole or not there at all, with checksums of its files.
 
 FOLDER/
-  step-00000200/             a checkpoint that is whole: it got its name when everything was on the disk
+  step-00000200/             a checkpoint that is whole: it got its name when everything was on the disk (`publishing`)
     manifest.json            the length and SHA-256 of every other file
     ..                       what the checkpoint consists of
-  .step-00000300.tmp/        one being written, or left behind by a run that died
 """
 
 from __future__ import annotations
@@ -13,20 +12,22 @@ import hashlib
 import json
 import os
 import re
-import shutil
-import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any, NamedTuple
 
 from ..errors import BadCheckpoint
 from . import untrusted
-from .atomic import to_disk
+from .atomic import naming, to_disk
 
 MANIFEST = "manifest.json"
 VERSION = 1
+LEFT_BEHIND = re.compile(r"\.step-\d{8,}(\.[0-9a-f]{12})?\.(tmp|old)")
+"""Names of folders that aren't checkpoints yet, or any more."""
+
 _WHOLE = re.compile(r"step-(\d{8,})")
-_LEFT_BEHIND = re.compile(r"\.step-\d{8,}\.(tmp|old)")
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,6 @@ class FileSum:
 def folder_of(run: Path, step: int) -> Path:
     """Path of a step's checkpoint in a run's folder."""
     return run / f"step-{step:08d}"
-
-
-def temporary_of(checkpoint: Path) -> Path:
-    """Path at which a checkpoint is written until it is whole."""
-    return checkpoint.parent / f".{checkpoint.name}.tmp"
 
 
 def steps(run: Path) -> list[int]:
@@ -73,141 +69,147 @@ def find(folder: Path, step: int | None = None) -> Path:
     return folder_of(folder, there[-1] if step is None else step)
 
 
+def check_step(checkpoint: Path, step: Any) -> None:
+    """Raises BadCheckpoint where a checkpoint doesn't say its step, or another one than its folder's name does."""
+    if not untrusted.is_size(step):
+        raise BadCheckpoint(f"{checkpoint} doesn't say which step it is of")
+    if (name := _WHOLE.fullmatch(checkpoint.name)) and int(name[1]) != step:
+        proper = folder_of(checkpoint.parent, step).name
+        raise BadCheckpoint(
+            f"{checkpoint} is of step {step}: call it {proper}, or by a name that isn't a step's, and load it so"
+        )
+
+
 def is_own(checkpoint: Path) -> bool:
     """Tells whether a folder is a checkpoint of blockfp's: by its manifest, or its name (step-.., also while it is written)."""
     names = {checkpoint.absolute().name, checkpoint.resolve().name}
-    called = any(pattern.fullmatch(name) for pattern in (_WHOLE, _LEFT_BEHIND) for name in names)
+    called = any(pattern.fullmatch(name) for pattern in (_WHOLE, LEFT_BEHIND) for name in names)
     return called or os.path.lexists(checkpoint / MANIFEST)
 
 
 def file_sum(path: Path) -> FileSum:
     """Reads a file whole; returns its length and checksum."""
     with untrusted.open_regular(path) as file:
-        return FileSum(untrusted.length_of(file), hashlib.file_digest(file, "sha256").hexdigest())  # pyright: ignore[reportArgumentType]
+        return _sum_of(file)
+
+
+def _sum_of(file: IO[bytes]) -> FileSum:
+    digest = hashlib.file_digest(file, "sha256").hexdigest()  # pyright: ignore[reportArgumentType]
+    return FileSum(file.tell(), digest)
+
+
+def text_of(files: Mapping[str, FileSum]) -> bytes:
+    """The manifest of these files."""
+    entries = {name: {"length": s.length, "sha256": s.sha256} for name, s in sorted(files.items())}
+    return (json.dumps({"version": VERSION, "files": entries}, indent=1) + "\n").encode()
 
 
 def write_manifest(checkpoint: Path, files: Mapping[str, FileSum]) -> None:
-    """Writes the manifest, and has it and the folder on the disk before it returns."""
-    entries = {name: {"length": s.length, "sha256": s.sha256} for name, s in sorted(files.items())}
+    """Writes the manifest anew, and has it and the folder on the disk before it returns."""
     path = checkpoint / MANIFEST
-    path.write_text(json.dumps({"version": VERSION, "files": entries}, indent=1) + "\n")
+    path.write_bytes(text_of(files))
     to_disk(path)
     to_disk(checkpoint)
 
 
-def read_manifest(checkpoint: Path) -> dict[str, FileSum]:
-    """Reads the manifest: the files of a checkpoint with their lengths and checksums.
-
-    Raises:
-        BadCheckpoint: there is no manifest, or it is not one.
-    """
-    path = checkpoint / MANIFEST
-    try:
-        content = untrusted.read_json(path)
-        if content["version"] != VERSION:
-            raise BadCheckpoint(f"{path} is of version {content['version']!r}; this blockfp reads version {VERSION}")
-        found = {name: FileSum(entry["length"], entry["sha256"]) for name, entry in content["files"].items()}
-    except OSError as error:
-        raise BadCheckpoint(f"{path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise error if isinstance(error, BadCheckpoint) else BadCheckpoint(f"{path} is no manifest: {error!r}") from error
-    for name, expected in found.items():
-        if not untrusted.is_plain_name(name):
-            raise BadCheckpoint(f"{path} names {name!r}, which is no file in its folder")
-        if not untrusted.is_size(expected.length) or not isinstance(expected.sha256, str):
-            raise BadCheckpoint(f"{path} has no length and SHA-256 for {name!r}: {expected}")
-    return found
-
-
-def problem_with(path: Path, expected: FileSum, *, sum: bool = True) -> str | None:
-    """The problem with a file of a checkpoint, or None.
-
-    Args:
-        path: the file.
-        expected: what it must be.
-        sum: whether it is read, too, and its SHA-256 compared; otherwise it is only looked at.
-    """
+def problem_with(path: Path, length: int) -> str | None:
+    """The problem with a file of a checkpoint, which must have this length, or None. It isn't read."""
     try:
         if untrusted.leads_out(path):
             return f"{path} is a link out of the checkpoint's folder: put a copy of the file in its place"
         with untrusted.open_regular(path) as file:
-            length = untrusted.length_of(file)
-        if length != expected.length:
-            return f"{path} has {length} bytes and should have {expected.length}: it was cut short or written to"
-        if sum and file_sum(path) != expected:
-            return f"{path} is not what was saved: its SHA-256 differs from the one in {MANIFEST}"
+            found = untrusted.length_of(file)
+        if found != length:
+            return f"{path} has {found} bytes and should have {length}: it was cut short or written to"
     except OSError as error:
         return f"{path}: {error.strerror}"
     return None
 
 
-def begin(checkpoint: Path) -> None:
-    """Makes an empty folder to write a checkpoint to, `temporary_of(checkpoint)`, and removes what runs that died left.
+class Stamp(NamedTuple):
+    """What changes where a file is written to, or another one takes its place: its length, and when it was last written."""
+
+    length: int
+    written_ns: int
+
+
+class Files:
+    """The files of a checkpoint, which are read as they were when they were first looked at, or not at all.
+
+    Attributes:
+        folder: the checkpoint's.
+        listed: what its manifest says of each file; None where it is another program's, and has none.
+        stamps: of each file that was looked at: summed up, where there is a manifest. Other ranks' are put in (`take`).
 
     Raises:
-        FileExistsError: there is a checkpoint of this name, or the run's folder is a checkpoint itself.
-        OSError: the run's folder is a file, or can't be written to.
+        BadCheckpoint: it is a checkpoint of blockfp's, and there is no manifest, or it is not one.
     """
-    run = checkpoint.parent
-    if checkpoint.exists():
-        raise FileExistsError(f"{checkpoint} exists: a checkpoint is never overwritten; save another step, or remove it first")
-    if (run / MANIFEST).is_file():
-        raise FileExistsError(f"{run} is a checkpoint itself: save to the folder of the run, {run.parent}")
-    if run.exists() and not run.is_dir():
-        raise NotADirectoryError(f"{run} is no folder, which checkpoints need")
-    run.mkdir(parents=True, exist_ok=True)
-    for path in run.iterdir():
-        if _LEFT_BEHIND.fullmatch(path.name) and (path.is_dir() or path.is_symlink()):
-            try:
-                _delete(path)
-            except OSError as error:
-                if path == temporary_of(checkpoint):
-                    raise OSError(error.errno, f"{path}, which a run that died left, can't be removed: {error}") from error
-                warnings.warn(f"{path} was left behind and can't be removed: {error}", stacklevel=2)
-    temporary_of(checkpoint).mkdir()
 
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.stamps: dict[str, Stamp] = {}
+        self.listed = self._read_manifest() if is_own(folder) else None
 
-def give_up(checkpoint: Path) -> None:
-    """Removes what was written for a checkpoint that didn't become one."""
-    shutil.rmtree(temporary_of(checkpoint), ignore_errors=True)
+    @contextmanager
+    def open(self, name: str) -> Iterator[IO[bytes]]:
+        """Opens a file; raises BadCheckpoint where it isn't what it was, now and when it has been read."""
+        path = self.folder / name
+        with untrusted.open_regular(path) as file, naming(path, "reading"):
+            self.check(name, file)
+            yield file
+            self.check(name, file)
 
+    def check(self, name: str, file: IO[bytes]) -> None:
+        """Raises BadCheckpoint where an open file isn't what it was when it was first looked at."""
+        status = os.fstat(file.fileno())
+        stamp = Stamp(status.st_size, status.st_mtime_ns)
+        if self.stamps.setdefault(name, stamp) != stamp:
+            raise BadCheckpoint(f"{self.folder / name} was written to, or replaced, while the checkpoint was read")
 
-def publish(checkpoint: Path, files: Mapping[str, FileSum], keep: int | None) -> None:
-    """Gives a checkpoint that is on the disk its name, in one step; then removes others until `keep` are left.
+    def sum_up(self, rank: int = 0, world: int = 1) -> list[str]:
+        """Reads a rank's share of the files, and notes what they are.
 
-    Those of the lowest steps go first; this one stays, also where the run went back and there are later steps. What can't be
-    removed is a warning: the checkpoint is there.
+        Returns:
+            What is wrong with them.
+        """
+        assert self.listed is not None
+        problems = (self._problem(name, expected) for name, expected in list(self.listed.items())[rank::world])
+        return [problem for problem in problems if problem]
 
-    Raises:
-        OSError: a file isn't there, or not whole. Nothing is renamed or removed then.
-    """
-    temporary = temporary_of(checkpoint)
-    found = [problem for name, expected in files.items() if (problem := problem_with(temporary / name, expected, sum=False))]
-    if found:
-        raise OSError(f"{'; '.join(found)}: every rank must write to one folder, on a file system that all of them see")
-    write_manifest(temporary, files)
-    os.rename(temporary_of(checkpoint), checkpoint)
-    to_disk(checkpoint.parent)
-    if keep is not None:
-        there = [folder_of(checkpoint.parent, step) for step in steps(checkpoint.parent)]
-        others = [path for path in there if path != checkpoint and (path / MANIFEST).is_file()]
-        _remove(others[: max(0, len(others) + 1 - keep)])
+    def take(self, stamps: Mapping[str, Stamp]) -> list[str]:
+        """Takes what another rank has noted; returns what is not the same on both."""
+        other = [name for name, stamp in stamps.items() if self.stamps.setdefault(name, stamp) != stamp]
+        return [f"{self.folder / name} is not the same file on all ranks, or was written to meanwhile" for name in other]
 
-
-def _remove(surplus: Iterable[Path]) -> None:
-    for old in surplus:
-        # Renamed first: nobody then finds half of it.
-        hidden = old.parent / f".{old.name}.old"
+    def _problem(self, name: str, expected: FileSum) -> str | None:
+        path = self.folder / name
+        if problem := problem_with(path, expected.length):
+            return problem
         try:
-            os.rename(old, hidden)
-            _delete(hidden)
+            with self.open(name) as file:
+                if _sum_of(file) != expected:
+                    return f"{path} is not what was saved: its SHA-256 differs from the one in {MANIFEST}"
         except OSError as error:
-            warnings.warn(f"{old} is surplus and can't be removed: {error}", stacklevel=2)
+            return f"{path}: {error.strerror}"
+        except BadCheckpoint as error:
+            return str(error)
+        return None
 
-
-def _delete(folder: Path) -> None:
-    """Removes a folder; of one that lies elsewhere the link to it."""
-    if folder.is_symlink():
-        folder.unlink()
-    else:
-        shutil.rmtree(folder)
+    def _read_manifest(self) -> dict[str, FileSum]:
+        path = self.folder / MANIFEST
+        try:
+            with self.open(MANIFEST) as file:
+                content = untrusted.parse_json(untrusted.read_header(file, untrusted.length_of(file), "the file"), "the file")
+            if content["version"] != VERSION:
+                raise BadCheckpoint(f"{path} is of version {content['version']!r}; this blockfp reads version {VERSION}")
+            found = {name: FileSum(entry["length"], entry["sha256"]) for name, entry in content["files"].items()}
+        except OSError as error:
+            raise BadCheckpoint(f"{path}: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise error if isinstance(error, BadCheckpoint) else BadCheckpoint(f"{path} is no manifest: {error!r}") from error
+        for name, expected in found.items():
+            if not untrusted.is_plain_name(name) or name == MANIFEST:
+                raise BadCheckpoint(f"{path} names {name!r}, which is no file in its folder")
+            if not untrusted.is_size(expected.length) or not isinstance(expected.sha256, str):
+                raise BadCheckpoint(f"{path} has no length and SHA-256 for {name!r}: {expected}")
+        return found

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 import blockfp.torch as bfp  # noqa: E402
 from blockfp.errors import BadFile  # noqa: E402
+from blockfp.files import manifest  # noqa: E402
 from blockfp.files.export import contents  # noqa: E402
 
 
@@ -285,7 +286,7 @@ def test_a_damaged_index_is_named(tmp_path):
     from blockfp.torch_backend.checkpoint.index import read_index
 
     dcp.save({"model": model_of("nvfp4", SHAPES).state_dict()}, checkpoint_id=tmp_path / "dcp")
-    whole = read_index(tmp_path / "dcp")
+    whole = read_index(manifest.Files(tmp_path / "dcp"))
     for damage, message in (
         (lambda index: index.storage_data.clear(), "of which the index doesn't say where it lies"),
         (

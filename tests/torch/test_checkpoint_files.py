@@ -211,7 +211,9 @@ def test_a_disk_that_is_full(saved, wait):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10000, hard))
     try:
-        with pytest.raises(OSError, match=r"step-00000003 was not saved: rank 0: OSError: \[Errno 27\] File too large"):
+        with pytest.raises(
+            OSError, match=r"step-00000003 was not saved: rank 0: OSError: \[Errno 27\] writing: File too large"
+        ):
             save_checkpoint(saved, model, step=3, wait=wait).wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -228,7 +230,7 @@ class Harmful:
 def test_an_index_that_would_run_something_is_refused(saved):
     (saved / "step-00000002" / ".metadata").write_bytes(pickle.dumps(Harmful()))
     with pytest.raises(BadCheckpoint, match=r"it names posix\.system, which an index has no use for"):
-        read_index(saved / "step-00000002")
+        read_index(manifest.Files(saved / "step-00000002"))
 
 
 @pytest.mark.parametrize("reduce", [lambda member, _: (getattr, (type(member), member.name)), enum.Enum.__reduce_ex__])
@@ -238,14 +240,14 @@ def test_indexes_of_every_release_of_python(saved, monkeypatch, reduce):
     written = pickle.loads(index.read_bytes())
     monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", reduce)
     index.write_bytes(pickle.dumps(written))
-    read = read_index(saved / "step-00000002")
+    read = read_index(manifest.Files(saved / "step-00000002"))
     assert read.state_dict_metadata.keys() == written.state_dict_metadata.keys()
 
 
 def test_what_an_index_names_is_not_called(saved):
     (saved / "step-00000002" / ".metadata").write_bytes(pickle.dumps(Gets()))
     with pytest.raises(BadCheckpoint, match="without tensors or their places"):
-        read_index(saved / "step-00000002")
+        read_index(manifest.Files(saved / "step-00000002"))
 
 
 class Gets:

@@ -234,3 +234,24 @@ def test_the_optimizer_keeps_its_own_moments(tmp_path):
     layer = bfp.Linear(128, 64, recipe="mxfp8")
     bfp.save_checkpoint(tmp_path, layer, bfp.AdamW(layer.parameters(), moments="fp8", lr=0.25), step=1)
     threaded.run(2, _onto_cut_columns, tmp_path)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_switches_of_a_step_stay_those_of_the_optimizer(ours, tmp_path):
+    """A run on a GPU, whose optimizer counts there, goes on with an optimizer on a CPU, which can't."""
+    models = [nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2)]
+    optimizer = bfp.AdamW(models[0].parameters(), lr=0.25, capturable=True)
+    models[0](torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    bfp.save_checkpoint(tmp_path, models[0], optimizer, step=1)
+    other = (bfp.AdamW if ours else torch.optim.AdamW)(models[1].parameters(), lr=0.5)
+    bfp.load_checkpoint(tmp_path, models[1], other)
+    assert other.param_groups[0]["lr"] == 0.25
+    assert not other.param_groups[0]["capturable"]
+    for model, its in zip(models, (optimizer, other), strict=True):
+        its.zero_grad()
+        model(torch.ones(2, 8)).sum().backward()
+        its.step()
+    assert other.state[models[1][0].weight]["step"] == 2
+    for expected, param in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.allclose(param, expected, atol=1e-6)

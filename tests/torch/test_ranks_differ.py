@@ -1,6 +1,9 @@
 """Ranks that were called with different things, or hold different weights: the same error on all of them, and nothing lost."""
 
+import math
 import os
+import re
+import shutil
 import warnings
 from pathlib import Path
 from unittest import mock
@@ -11,7 +14,9 @@ import threaded
 import torch
 import torch.distributed as dist
 from blockfp.torch_backend.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from blockfp.torch_backend.optimizer import clipping
 from blockfp.torch_backend.quantized_tensor import agreement
+from blockfp.torch_backend.quantized_tensor.sharding import local_of
 from resumed import model_of, shard
 from small_model import Side, device_mesh, inputs_for, quantized, weights_for
 from torch import nn
@@ -19,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 
 import blockfp.torch as bfp
 from blockfp.errors import BadCheckpoint
-from blockfp.files import manifest
+from blockfp.files import manifest, publishing
 
 SHAPES = [(64, 128), (37, 40)]
 FORMAT = "mxfp8_e4m3_32x32"
@@ -59,13 +64,46 @@ def saves(rank):
         given = {"folder": run, "model": model, "step": 2, "keep": 1} | arguments
         raised(lambda given=given: save_checkpoint(**given), ValueError, match)
         assert [path.name for path in run.iterdir()] == ["step-00000001"]
+    # What is saved once, though each rank has its own.
+    for one, other, match in (
+        (3, 4, r"extra\['own'\] is 3 on rank 0 and 4 on rank 1"),
+        ("a" * 500, "a" * 499 + "b", r"a \.\. with SHA-256 .* on rank 0 and .*a \.\. with SHA-256"),
+        (torch.zeros(3), torch.ones(3), r"torch\.float32 of shape \(3,\) with SHA-256 .* on rank 0 and torch\.float32"),
+        (torch.zeros(3), torch.zeros(4), r"torch\.float32 of shape \(3,\) .* and torch\.float32 of shape \(4,\)"),
+        (torch.zeros(3), 0, r"torch\.float32 of shape \(3,\) .* and 0 on rank 1"),
+    ):
+        own = {"own": other if mine else one, "alike": torch.full((2,), torch.nan)}
+        raised(lambda own=own: save_checkpoint(run, model, step=2, extra=own), ValueError, match)
+    for settings, match in (
+        ({"lr": 0.2}, r"optimizer\.param_groups\[0\]\['lr'\] is 0\.1 on rank 0 and 0\.2 on rank 1"),
+        ({"lr": torch.tensor(0.25)}, r"\['lr'\] is 0\.1 on rank 0 and 0\.25 on rank 1"),
+        ({"key": 7}, r"\['key'\] is \(0, 0\) on rank 0 and .* on rank 1"),
+        ({"moments": "bfloat16"}, r"\['moments'\] is 'float32' on rank 0 and 'bfloat16' on rank 1"),
+        ({"master": None}, r"\['master'\] is 'float32' on rank 0 and None on rank 1"),
+    ):
+        optimizer = bfp.AdamW(model.parameters(), **({"lr": 0.1} | (settings if mine else {})))
+        raised(lambda optimizer=optimizer: save_checkpoint(run, model, optimizer, step=2), ValueError, match)
+        raised(lambda optimizer=optimizer: load_checkpoint(run, model, optimizer), ValueError, match)
+    weights = bfp.Linear(32, 32, recipe="mxfp8", weights="high_precision" if mine else "quantized")
+    match = r"weight is mxfp8_e4m3_32x32 of .* on rank 0 and in high precision, cast to mxfp8_e4m3_32x32, of"
+    raised(lambda: save_checkpoint(run, weights, step=2), ValueError, match)
+    match = "the function that was called is save_checkpoint on rank 0 and load_checkpoint on rank 1"
+    raised(lambda: load_checkpoint(run, model) if mine else save_checkpoint(run, model, step=2), ValueError, match)
+    # Each rank's own has a name of its own.
+    save_checkpoint(run, model, step=2, extra={f"cursor.{rank}": rank, "alike": float("nan")})
+    loaded = load_checkpoint(run, model).extra
+    assert (loaded["cursor.0"], loaded["cursor.1"]) == (0, 1)
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(run / "step-00000002")
+    dist.barrier()
     # What only one of them raises.
     extra = {"cursor": {}} if mine else {}
     raised(lambda: save_checkpoint(run, model, step=2, extra=extra), TypeError, r"extra\['cursor'\] must be a tensor")
-    optimizer = bfp.AdamW(model.parameters(), lr=0.1)
-    if mine:
-        optimizer.param_groups[0]["eps"] = range(2)
-    raised(lambda: save_checkpoint(run, model, optimizer, step=2), TypeError, r"optimizer.param_groups\[0\].eps must be")
+    optimizer = bfp.AdamW((model_of(FORMAT, SHAPES) if mine else model).parameters(), lr=0.1)
+    raised(
+        lambda: save_checkpoint(run, model, optimizer, step=2), ValueError, r"optimizer's parameter 0, .* none of the model's"
+    )
     assert [path.name for path in run.iterdir()] == ["step-00000001"]
     assert not elsewhere.exists()
     own_disks(rank, run, elsewhere, model)
@@ -74,12 +112,12 @@ def saves(rank):
 def own_disks(rank, run, elsewhere, model):
     """A rank whose folder of the same name is on another disk: the checkpoint lacks its file, and step 1 stays."""
 
-    sharded = shard(model_of(FORMAT, SHAPES), "fsdp2")
+    sharded, original = shard(model_of(FORMAT, SHAPES), "fsdp2"), publishing.Draft
 
-    def temporary_of(checkpoint):
-        return (elsewhere if rank == 1 else run) / f".{checkpoint.name}.tmp"
+    def draft(checkpoint, folder):
+        return original(checkpoint, (elsewhere if rank == 1 else run) / folder.name)
 
-    with mock.patch.object(manifest, "temporary_of", temporary_of):
+    with mock.patch.object(publishing, "Draft", draft):
         for wait in (True, False):
             raised(
                 lambda wait=wait: save_checkpoint(run, sharded, step=2, keep=1, wait=wait).wait(),
@@ -191,6 +229,117 @@ def test_one_reduction_for_a_group_of_parameters_and_none_after_the_first_step()
     assert sorted(counted) == sorted((rank, *group) for rank in range(4) for group in groups)
 
 
+def trained(rank, shape=(2,), recipe="mxfp8"):
+    """A layer under FSDP2 or HSDP, after a backward."""
+    with threaded.seeded(0):
+        layer = bfp.Linear(64, 64, recipe=recipe)
+    fully_shard(layer, mesh=device_mesh(shape))
+    layer(inputs_for(rank, 64)).sum().backward()
+    return layer
+
+
+def all_raise(world, match, action):
+    """Asserts that all ranks raise the same ValueError."""
+    found = threaded.errors(world, action)
+    assert len({str(error) for error in found}) == 1, found
+    assert all(isinstance(error, ValueError) for error in found), found
+    assert re.search(match, str(found[0])), found[0]
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+@pytest.mark.parametrize(
+    ("setting", "one", "other"),
+    [
+        ("lr", 0.1, 0.2),
+        ("key", 0, 5),
+        ("moments", "float32", "fp8"),
+        ("betas", (0.9, 0.99), (0.9, 0.9)),
+        ("master", "float32", None),
+    ],
+)
+def test_settings_of_an_optimizer(shape, setting, one, other):
+    """Replicas, and shards, would part: with the first step all ranks are told, and no parameter is changed."""
+    last = math.prod(shape) - 1
+
+    def rank_main(rank):
+        layer = trained(rank, shape)
+        optimizer = bfp.AdamW(layer.parameters(), **{setting: other if rank == last else one})
+        before = {name: local_of(param).detach().clone() for name, param in layer.named_parameters()}
+        try:
+            optimizer.step()
+        finally:
+            assert all(torch.equal(local_of(param), before[name]) for name, param in layer.named_parameters() if name == "bias")
+            assert not optimizer.state
+
+    all_raise(
+        last + 1, rf"param_groups\[0\]\['{setting}'\] is .* on rank 0 and .* on rank {last}: it must be the same", rank_main
+    )
+
+
+def test_one_reduction_of_settings_in_the_first_step():
+    counted = []
+    original = agreement.agree
+
+    def agree(*arguments):
+        counted.append(dist.get_rank())
+        return original(*arguments)
+
+    def rank_main(rank):
+        layer = trained(rank)
+        optimizer = bfp.AdamW(layer.parameters(), lr=0.1)
+        counted.clear()
+        dist.barrier()
+        for step in range(3):
+            optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+            optimizer.step()
+
+    with mock.patch.object(agreement, "agree", agree):
+        threaded.run(2, rank_main)
+    assert sorted(counted) == [0, 1]
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_what_gradients_are_clipped_to(later):
+    def rank_main(rank):
+        layer = trained(rank)
+        if later:
+            assert bfp.clip_grad_norm_(layer.parameters(), 1.0).isfinite()
+        bfp.clip_grad_norm_(layer.parameters(), 1.0 + rank)
+
+    all_raise(2, "max_norm is 1.0 on rank 0 and 2.0 on rank 1: it must be the same on all", rank_main)
+
+
+def test_on_a_gpu_that_is_not_asked_a_norm_of_different_limits_is_nan(monkeypatch):
+    """As where a rank's limit is the one that it was, and another rank's isn't."""
+    monkeypatch.setattr(clipping, "_asks", lambda *_: False)
+
+    def rank_main(rank):
+        layer = trained(rank)
+        norm = bfp.clip_grad_norm_(layer.parameters(), 1.0)
+        assert norm.isfinite()
+        assert bfp.clip_grad_norm_(layer.parameters(), 1.0 + rank).isnan()
+        assert all(local_of(param.grad).isnan().all() for param in layer.parameters())
+
+    threaded.run(2, rank_main)
+
+
+@pytest.mark.parametrize("weights", ["quantized", "high_precision"])
+def test_recipes_that_are_set_later(weights):
+    """Of activations alone, and of weights."""
+    for before, after in (("fp8_current", ("fp8_current", "fp8_delayed")), ("mxfp8", ("fp8_block", "mxfp4"))):
+
+        def rank_main(rank, before=before, after=after):
+            layer = bfp.Linear(64, 64, recipe=before, weights=weights)
+            fully_shard(layer, mesh=device_mesh((2,)))
+            try:
+                bfp.set_recipe(layer, None, after[rank])
+            finally:
+                assert str(layer.recipe) == before
+
+        match = rf"the new recipe of the model is {after[0]} .* on rank 0 and {after[1]} .* on rank 1: call set_recipe with"
+        all_raise(2, match, rank_main)
+
+
 def a_protected_surplus(rank):
     """Removing fails, which is said with the path, and saving goes on."""
     run = Path(os.environ["RUN"]) / "run"
@@ -198,13 +347,14 @@ def a_protected_surplus(rank):
     for step in (1, 2, 3):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            with mock.patch.object(manifest, "_delete", mock.Mock(side_effect=OSError(39, "Directory not empty"))):
+            with mock.patch.object(publishing, "_delete", mock.Mock(side_effect=OSError(39, "Directory not empty"))):
                 save_checkpoint(run, model, step=step, keep=1)
         there = [str(one.message) for one in said if "can't be removed" in str(one.message)]
         if rank == 0 and step > 1:
             assert any(f"step-0000000{step - 1} is surplus and can't be removed: [Errno 39]" in text for text in there), there
         if rank == 0 and step > 2:
-            assert any(".step-00000001.old was left behind and can't be removed" in text for text in there), there
+            left = r"\.step-00000001\.\w+\.old was left behind and can't be removed"
+            assert any(re.search(left, text) for text in there), there
     assert manifest.steps(run) == [3]
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -16,48 +15,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from blockfp.errors import BadCheckpoint
-from blockfp.files import manifest
-from blockfp.files.names import EXTRA, MODEL, OPTIMIZER, OWN, STATE, STEP, TIED
+from blockfp.files import manifest, publishing
+from blockfp.files.manifest import Files
+from blockfp.files.names import EXTRA, GROUPS, MODEL, OPTIMIZER, OWN, STATE, STEP, TIED
 
 from ..modules import model_names
 from ..optimizer.adamw import Adam, AdamW
 from ..quantized_tensor import sharding
 from ..quantized_tensor.dtensors import placed
-from . import ranks
+from . import background, ranks
+from .background import Saving
 from .conversion import Conversion, conversions, convert, leave_paths, masters_of, replace, replace_masters, values_of
-from .matching import described, empty, match_model, match_optimizer, names_of
+from .matching import HOW_TO_STEP, described, empty, match_model, match_optimizer, names_of
 from .training_state import optimizer_state, restorer
 from .uneven import leaves, replicate_uneven, restore_uneven
 
 # DCP is imported where it is used, and what needs it: it takes more than a second.
-
-
-class Saving:
-    """A checkpoint that is being written while the training goes on."""
-
-    def __init__(self, path: Path, future: Future, process_group: dist.ProcessGroup | None = None):
-        self.path = path
-        self._future = future
-        self._group = process_group
-        self._given_up = False
-
-    def done(self) -> bool:
-        """Returns whether this rank has nothing more to do with it."""
-        return self._future.done()
-
-    def wait(self) -> Path:
-        """Waits until the checkpoint is whole, and returns its folder.
-
-        Raises:
-            OSError: it could not be written; what there was of it is removed.
-        """
-        if self in _unfinished:
-            _unfinished.remove(self)
-        # Once: at a second wait another save of this step may be under way.
-        given_up, self._given_up = self._given_up, True
-        with nullcontext() if given_up else _given_up_on_error(self.path), _as_not_saved(self.path):
-            self._future.result()
-        return self.path
 
 
 @dataclass(frozen=True)
@@ -73,9 +46,6 @@ class Loaded:
     path: Path
     step: int
     extra: dict[str, Any]
-
-
-_unfinished: list[Saving] = []
 
 
 def save_checkpoint(
@@ -99,40 +69,39 @@ def save_checkpoint(
         model: any module; quantized weights are saved as codes and scales (`state_dict`).
         optimizer: whose state is saved too: masters and moments in fp32.
         step: number of the checkpoint.
-        extra: tensors, and numbers (NumPy's too), strings, None and tuples of them, by name, alike on every rank.
+        extra: tensors, and numbers (NumPy's too), strings, None and tuples of them, by name. What has one name must be alike on
+            every rank: call what each rank has of its own f"cursor.{rank}".
         keep: how many checkpoints to leave in the folder: this one, and those of the highest steps; None leaves all.
         wait: False returns when everything is copied to the CPU, and writes behind the training's back.
-        process_group: the ranks that save; by default all. For wait=False it must have a CPU backend, and nothing else may use
-            it; by default one is made, with gloo.
+        process_group: the ranks that save; by default all. For wait=False a group of its own is made of them, with gloo, which
+            `destroy_process_group` doesn't end.
 
     Returns:
-        A handle: `wait()` returns the checkpoint's folder when it is whole.
+        A handle: `wait()` returns the checkpoint's folder when it is whole. With wait=False call it of the last one, too: a
+        save that fails is said on stderr, and where nobody has waited for it the program's exit status is 120.
 
     Raises:
         FileExistsError: there is a checkpoint of this step, or the folder is a checkpoint itself.
         OSError: it could not be written, or the one before it, behind the training's back, which nobody has waited for; or a
-            file of it isn't there, since a rank sees another file system.
-        ValueError: step or keep is out of range; or ranks were called with other folders, steps or settings, or hold other
-            formats, shapes or recipes under one name. Both are named.
+            file of it isn't there, since a rank sees another file system; or another process has saved this step meanwhile.
+        ValueError: step or keep is out of range; or ranks were called with other folders, steps, settings or values of `extra`,
+            hold other formats, shapes or recipes under one name, or have optimizers of other settings. Both are named.
         TypeError: extra, or a setting of the optimizer, couldn't be loaded again; step is no whole number; model is no module.
     """
-    from torch.distributed.checkpoint import state_dict_saver as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    from .checkpoint_files import AtomicWriter
-    from .plain_values import plain, plain_extra, tied_names
+    from .checkpoint_files import SummedWriter, write
+    from .plain_values import described_extra, plain, plain_extra, tied_names
 
     def arguments() -> tuple[Any, dict[str, Any], dict[str, str]]:
         number, most = _whole_number("step", step, 0), None if keep is None else _whole_number("keep", keep, 1)
         inner = model_names.plain_module(model)
-        own = {f"{OWN}.{name}": value for name, value in plain_extra(extra).items()}
+        own = plain_extra(extra)
         checkpoint = manifest.folder_of(Path(folder).absolute(), number)
-        while _unfinished:
-            # Two at a time would mix up their exchanges.
-            _unfinished[-1].wait()
+        background.wait_for_others()
         settings = {"the checkpoint": str(checkpoint), "keep": most, "wait": bool(wait), "optimizer": type(optimizer).__name__}
-        state = {EXTRA: {STEP: number, TIED: tied_names(inner)} | own}
-        return (inner, most, checkpoint, state), settings, described(inner)
+        state = {EXTRA: {STEP: number, TIED: tied_names(inner)} | {f"{OWN}.{name}": value for name, value in own.items()}}
+        return (inner, most, checkpoint, state), settings, described(inner, optimizer) | described_extra(own)
 
     def contents() -> None:
         state[MODEL] = plain(MODEL, get_model_state_dict(model))
@@ -141,27 +110,39 @@ def save_checkpoint(
                 afterwards.callback(restorer(optimizer))
                 state[OPTIMIZER] = plain(OPTIMIZER, optimizer_state(model, optimizer, whole=False))
 
-    model, keep, checkpoint, state = ranks.check_alike(arguments, process_group)
+    def begin() -> Path:
+        drafts.append(publishing.begin(checkpoint))
+        return drafts[0].folder
+
+    def not_saved(reasons: str) -> OSError:
+        return OSError(f"{checkpoint} was not saved: {reasons}")
+
+    def write_all() -> None:
+        with _given_up_on_error(drafts):
+            try:
+                write(state, writer, exchange, lambda sums: drafts[0].publish(sums, keep), not_saved)
+            except RuntimeError as error:  # a rank that is gone
+                raise not_saved(ranks.told(error)) from error
+
+    model, keep, checkpoint, state = ranks.check_alike("save_checkpoint", arguments, process_group)
     ranks.on_every_rank(contents, process_group)
-    ranks.on_first_rank(lambda: manifest.begin(checkpoint), process_group)
-    if not wait:
-        ranks.ignore_missing_groups()
-    with _given_up_on_error(checkpoint), _as_not_saved(checkpoint), ranks.ignoring_missing_groups():
+    drafts: list[publishing.Draft] = []
+    with _given_up_on_error(drafts):
+        begun = ranks.on_first_rank(begin, process_group)
+        if not drafts:
+            # This rank may see a folder of its own under this name, and removes it then.
+            drafts.append(publishing.Draft(checkpoint, begun))
         replicate_uneven(state)
-        writer = AtomicWriter(checkpoint, keep)
+        writer, exchange = SummedWriter(drafts[0].folder), ranks.Exchange(process_group) if wait else ranks.apart(process_group)
         if wait:
-            dcp.save(state, storage_writer=writer, process_group=process_group)
-            future: Future = Future()
-            future.set_result(None)
-            return Saving(checkpoint, future)
+            write_all()
+            return Saving(checkpoint, None)
         # torch copies what it saves behind the training's back, but for DTensors of shape ().
         for holder, name, value in list(leaves(state)):
             if value.ndim == 0 and sharding.mesh_of(value) is not None:
                 holder[name] = value.clone()
-        group = process_group or ranks.background_group()
-        future = dcp.async_save(state, storage_writer=writer, process_group=group)  # pyright: ignore[reportAssignmentType]
-    _unfinished.append(Saving(checkpoint, future, process_group))
-    return _unfinished[-1]
+        state = writer.stage(state)
+        return Saving(checkpoint, write_all)
 
 
 def load_checkpoint(
@@ -181,8 +162,8 @@ def load_checkpoint(
         folder: that of the run, or of one checkpoint.
         model: what was saved, sharded in any way or not at all; materialized.
         optimizer: whose state is loaded; None leaves that in the checkpoint alone. It has the same groups of parameters, and
-            keeps its own `moments`, `master`, `capturable` and `osci_reset`, and what else of a group's settings isn't in the
-            checkpoint.
+            keeps its own `moments`, `master` and `osci_reset`, those of torch's switches that say how a step is carried out
+            (`capturable`, `foreach`, `fused`, `differentiable`), and what else of a group's settings isn't in the checkpoint.
         step: which checkpoint; by default the last.
         requantize: convert weights that the checkpoint holds in another format, or in high precision where the model has codes,
             or the other way round: from the optimizer's masters where they are loaded, else from the checkpoint's values. What
@@ -195,10 +176,9 @@ def load_checkpoint(
         ValueError: ranks were called with other folders, steps or settings, or hold other formats, shapes or recipes under one
             name. Both are named.
     """
-    from torch.distributed.checkpoint import state_dict_loader as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    from .checkpoint_files import CheckedPlanner, CheckedReader
+    from .checkpoint_files import read
     from .index import read_index
     from .plain_values import read_plain
 
@@ -206,15 +186,25 @@ def load_checkpoint(
         number = None if step is None else _whole_number("step", step, 0)
         inner = model_names.plain_module(model)
         settings = {"the run's folder": str(Path(folder).absolute()), "step": number, "requantize": bool(requantize)}
-        return (inner, number), settings | {"optimizer": type(optimizer).__name__}, described(inner)
+        return (inner, number), settings | {"optimizer": type(optimizer).__name__}, described(inner, optimizer)
 
-    model, step = ranks.check_alike(arguments, process_group)
-    checkpoint = ranks.on_first_rank(lambda: manifest.find(Path(folder).absolute(), step), process_group)
-    _check_files(checkpoint, process_group)
-    index = ranks.on_every_rank(lambda: read_index(checkpoint), process_group)
+    def found() -> Path:
+        checkpoint = manifest.find(Path(folder).absolute(), step)
+        publishing.take_over(checkpoint.parent)
+        return checkpoint
+
+    def values() -> dict[str, Any]:
+        parts = (MODEL, EXTRA) if optimizer is None else (MODEL, EXTRA, OPTIMIZER)
+        plain = read_plain(files, index, tuple(f"{part}." for part in parts))
+        manifest.check_step(checkpoint, plain.get(f"{EXTRA}.{STEP}"))
+        return plain
+
+    model, step = ranks.check_alike("load_checkpoint", arguments, process_group)
+    checkpoint = ranks.on_first_rank(found, process_group)
+    files = _summed_up(checkpoint, process_group)
+    index = ranks.on_every_rank(lambda: read_index(files), process_group)
     there = names_of(index, MODEL)
-    parts = (MODEL, EXTRA) if optimizer is None else (MODEL, EXTRA, OPTIMIZER)
-    plain = ranks.on_first_rank(lambda: read_plain(checkpoint, index, tuple(f"{part}." for part in parts)), process_group)
+    plain = ranks.on_first_rank(values, process_group)
 
     def fitted() -> tuple[dict[str, Any], list[Conversion], list[Conversion]]:
         state: dict[str, Any] = {EXTRA: {name: empty(what) for name, what in names_of(index, EXTRA).items()}}
@@ -237,10 +227,10 @@ def load_checkpoint(
 
     state, converted, lacking = ranks.on_every_rank(fitted, process_group)
     replaced = replicate_uneven(state)
-    with ranks.failing_as(BadCheckpoint, f"{checkpoint} can't be read"), ranks.ignoring_missing_groups():
-        # Settings of the optimizer's groups may be missing there; all else has been found.
-        planner = CheckedPlanner(allow_partial_load=True)
-        dcp.load(state, storage_reader=CheckedReader(checkpoint), planner=planner, process_group=process_group)
+    # Settings of the optimizer's groups may be missing there; all else has been found.
+    ranks.Exchange(process_group).together(
+        lambda reasons: BadCheckpoint(f"{checkpoint} can't be read: {reasons}"), lambda: read(state, files, index)
+    )
     restore_uneven(replaced)
     _into_model(model, state[MODEL], converted, strict=not requantize)
     masters = [None] * len(converted)
@@ -280,22 +270,31 @@ def _into_optimizer(
     for one in (one for one in lacking if one.name in states):
         states[one.name]["master"] = placed(one.param, values_of(one).to(torch.float32))
     masters = masters_of(converted, states)
+    for own, group in zip(optimizer.param_groups, state[GROUPS], strict=True):
+        group |= {name: own[name] for name in HOW_TO_STEP if name in own}
     # What the checkpoint has no state of begins with its next gradient.
     set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=False))
     return masters
 
 
-def _check_files(checkpoint: Path, group: dist.ProcessGroup | None) -> None:
-    from .checkpoint_files import problems
+def _summed_up(checkpoint: Path, group: dist.ProcessGroup | None) -> Files:
+    """Returns the files of a checkpoint, each of which one of the ranks has summed up."""
 
-    try:
-        found = problems(checkpoint, *ranks.rank_and_world(group))
-    except BadCheckpoint as error:
-        found = [str(error)]
-    everyones = ranks.gather(found, group)
-    together = list(dict.fromkeys(problem for problems_there in everyones for problem in problems_there))
-    if together:
+    def share() -> tuple[Files | None, list[str]]:
+        try:
+            files = Files(checkpoint)
+            return files, files.sum_up(*ranks.rank_and_world(group))
+        except BadCheckpoint as error:
+            return None, [str(error)]
+
+    files, found = ranks.on_every_rank(share, group)
+    everyones = ranks.gather((found, files.stamps if files is not None else {}), group)
+    together = list(dict.fromkeys(problem for problems, _ in everyones for problem in problems))
+    if files is not None and not together:
+        together = [problem for _, stamps in everyones for problem in files.take(stamps)]
+    if files is None or together:
         raise BadCheckpoint("; ".join(together))
+    return files
 
 
 def _whole_number(name: str, value: Any, least: int) -> int:
@@ -309,14 +308,11 @@ def _whole_number(name: str, value: Any, least: int) -> int:
 
 
 @contextmanager
-def _given_up_on_error(checkpoint: Path) -> Iterator[None]:
+def _given_up_on_error(drafts: list[publishing.Draft]) -> Iterator[None]:
     """Removes a checkpoint's files where it could not be written: on every rank, which may see a folder of its own."""
     try:
         yield
-    except Exception:
-        manifest.give_up(checkpoint)
+    except BaseException:
+        for draft in drafts:
+            draft.give_up()
         raise
-
-
-def _as_not_saved(checkpoint: Path) -> AbstractContextManager[None]:
-    return ranks.failing_as(OSError, f"{checkpoint} was not saved")

@@ -1,138 +1,217 @@
-"""The files of a checkpoint: torch's DCP format, written whole or not at all, checked before it is read.
+"""The files of a checkpoint: torch's DCP format, summed up while they are written, and read as they were summed up.
 
-A rank writes its file and sums it up; DCP's own last exchange brings the sums to the coordinator, which writes DCP's index
-(`.metadata`) and the manifest, and only then gives the folder its name (`files.manifest`). There is no moment at which a
-process that dies leaves something that looks like a checkpoint and isn't.
+torch's planners and its writer and reader of files do the work. They are called here, and not by torch's `save` and `load`:
+these exchange through torch's list of process groups, which ends with the training, and turn whatever a rank raises, Ctrl-C
+too, into an exception of their own.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import hashlib
 import io
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from blockfp.errors import BadCheckpoint
-from blockfp.files import manifest, untrusted
-from blockfp.files.manifest import FileSum
+from blockfp.files.atomic import naming
+from blockfp.files.manifest import Files, FileSum
 
-from .index import INDEX, pieces, read_index, read_tensor
-
-
-class _Summed(NamedTuple):
-    """DCP's record of a written tensor with the sum of its file, on its way to the coordinator."""
-
-    where: Any
-    file: str
-    sum: FileSum
+from .index import pieces, read_tensor
+from .ranks import Exchange
 
 
-class AtomicWriter(FileSystemWriter):
-    """Writes a checkpoint that has its name only when it is whole.
+class _Summed:
+    """A file that is summed up while it is written."""
+
+    def __init__(self, file: Any):
+        self._file = file
+        self._digest = hashlib.sha256()
+        self._length = 0
+
+    def write(self, content: Any) -> int:
+        # torch's writer, which Ctrl-C has ended, ends its archive when it is freed. An error there would abort the program.
+        if self._file.closed:
+            return len(content)
+        self._digest.update(content)
+        written = self._file.write(content)
+        self._length += written
+        return written
+
+    def flush(self) -> None:
+        if not self._file.closed:
+            self._file.flush()
+
+    def sum(self) -> FileSum:
+        return FileSum(self._length, self._digest.hexdigest())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+class _SummedFiles(FileSystem):
+    """torch's file system, which also keeps the sum of what was written to each file."""
+
+    def __init__(self, sums: dict[str, FileSum]):
+        self._sums = sums
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with naming(Path(path), "writing"), _as_it_was(), super().create_stream(path, mode) as file:
+            summed = _Summed(file)
+            yield summed
+        self._sums[Path(path).name] = summed.sum()
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        super().rename(path, new_path)
+        self._sums[Path(new_path).name] = self._sums.pop(Path(path).name)
+
+
+@contextmanager
+def _as_it_was() -> Iterator[None]:
+    """Raises what an error came from, a full disk or Ctrl-C: torch's writer fails again when it ends, and says that."""
+    outside = sys.exc_info()[1]
+    try:
+        yield
+    except Exception as error:
+        origin: BaseException | None = error
+        while isinstance(origin, Exception) and not isinstance(origin, OSError):
+            origin = origin.__cause__ or origin.__context__
+            origin = None if origin is outside else origin
+        if origin is None or origin is error:
+            raise
+        raise origin from None
+
+
+class SummedWriter(FileSystemWriter):
+    """torch's writer of files into a folder: one for each rank, on the disk when it is written.
+
+    Attributes:
+        sums: of the files that this rank has written, by name.
+    """
+
+    def __init__(self, folder: Path):
+        super().__init__(folder, single_file_per_rank=True, sync_files=True)
+        self.sums: dict[str, FileSum] = {}
+        self.fs = _SummedFiles(self.sums)
+
+
+def write(
+    state: dict[str, Any],
+    writer: SummedWriter,
+    exchange: Exchange,
+    publish: Callable[[dict[str, FileSum]], None],
+    error: Callable[[str], Exception],
+) -> None:
+    """Writes a state: each rank its file, and the first one the index; then `publish` gets the sums of all.
 
     Args:
-        checkpoint: the folder it is to be; `manifest.begin` was called for it.
-        keep: how many checkpoints stay in the folder around it; None for all.
+        state: nested dictionaries.
+        writer: of this rank.
+        exchange: the ranks, all of which call it.
+        publish: called on the first rank, when everything is written. There is no moment before it at which a process that dies
+            leaves something that looks like a checkpoint.
+        error: makes the error of what failed, which every rank raises.
     """
+    planner, metadata = DefaultSavePlanner(), []
 
-    def __init__(self, checkpoint: Path, keep: int | None):
-        super().__init__(manifest.temporary_of(checkpoint), single_file_per_rank=True, sync_files=True)
-        self._checkpoint = checkpoint
-        self._keep = keep
+    def plan() -> SavePlan:
+        planner.set_up_planner(state, writer.storage_meta(), exchange.rank == 0)
+        writer.set_up_storage_writer(exchange.rank == 0)
+        return writer.prepare_local_plan(planner.create_local_plan())
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's file and sums it up."""
-        try:
-            written = super().write_data(plan, planner).wait()
-        except Exception as error:
-            # torch hides a disk that is full behind an error of its own.
-            raise _of_the_disk(error) from error
-        names = {result.storage_data.relative_path for result in written}
-        sums = {name: manifest.file_sum(Path(self.path) / name) for name in names}
-        summed: Future[list[WriteResult]] = Future()
-        summed.set_result([_with_sum(result, sums) for result in written])
-        return summed
+    def divide(plans: list[SavePlan]) -> list[SavePlan]:
+        plans, whole = planner.create_global_plan(plans)
+        metadata.append(whole)
+        return writer.prepare_global_plan(plans)
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes the index and the manifest, and publishes the checkpoint; the coordinator's part."""
-        summed: list[_Summed] = [result.storage_data for rank in results for result in rank]
-        plain = [[dataclasses.replace(r, storage_data=r.storage_data.where) for r in rank] for rank in results]
-        super().finish(metadata, plain)
-        files = {one.file: one.sum for one in summed}
-        files[INDEX] = manifest.file_sum(Path(self.path) / INDEX)
-        manifest.publish(self._checkpoint, files, self._keep)
+    def write_own() -> tuple[list[WriteResult], dict[str, FileSum]]:
+        return writer.write_data(planner.finish_plan(own), planner).wait(), writer.sums
+
+    def finish(written: list[tuple[list[WriteResult], dict[str, FileSum]]]) -> list[None]:
+        writer.finish(metadata[0], [results for results, _ in written])
+        sums = dict(writer.sums)
+        for _, of_rank in written:
+            sums |= of_rank
+        publish(sums)
+        return [None] * exchange.world
+
+    own = exchange.together(error, plan, divide)
+    exchange.together(error, write_own, finish)
 
 
-def _with_sum(result: WriteResult, sums: dict[str, FileSum]) -> WriteResult:
-    name = result.storage_data.relative_path
-    return dataclasses.replace(result, storage_data=_Summed(result.storage_data, name, sums[name]))
+def read(state: dict[str, Any], files: Files, index: Metadata) -> None:
+    """Reads into the tensors of a state what a checkpoint has for them, and puts its other values in their places.
 
-
-def _of_the_disk(error: BaseException) -> BaseException:
-    """Returns the OSError that an error came from, or the error itself."""
-    origin: BaseException | None = error
-    while origin is not None and not isinstance(origin, OSError):
-        origin = origin.__cause__ or origin.__context__
-    return origin or error
-
-
-def problems(checkpoint: Path, rank: int = 0, world: int = 1) -> list[str]:
-    """Returns what is wrong with this rank's share of a checkpoint's files.
+    Args:
+        state: nested dictionaries. What isn't in the checkpoint stays as it is.
+        files: the checkpoint's, summed up.
+        index: the checkpoint's.
 
     Raises:
-        BadCheckpoint: there is no manifest.
+        BadCheckpoint: a file can't be read, has been written to since, or a piece is not what the index says of it.
     """
-    files = list(manifest.read_manifest(checkpoint).items())[rank::world]
-    found = (manifest.problem_with(checkpoint / name, expected) for name, expected in files)
-    return [problem for problem in found if problem]
+    reader, planner = CheckedReader(files, index), CheckedPlanner(allow_partial_load=True)
+    planner.set_up_planner(state, index)
+    reader.set_up_storage_reader(index, is_coordinator=False)
+    plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+    [plan] = reader.prepare_global_plan(plans)
+    reader.read_data(planner.finish_plan(plan), planner)
 
 
 class CheckedReader(FileSystemReader):
-    """Reads a checkpoint: from regular files in its folder alone, and nothing but what its index says."""
+    """Reads a checkpoint: from regular files in its folder alone, and nothing but what its index says.
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Reads the index: which tensors there are, their shapes and dtypes, and where they lie."""
-        index = read_index(Path(self.path))
-        assert index.storage_meta is not None
-        index.storage_meta.load_id = self.load_id
+    Args:
+        files: the checkpoint's.
+        index: the checkpoint's.
+    """
+
+    def __init__(self, files: Files, index: Metadata):
+        super().__init__(files.folder)
+        self._files = files
         self._pieces = {key: (dtype, shape) for key, dtype, shape in pieces(index)}
-        return index
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads what a plan wants, file by file.
 
         Raises:
-            BadCheckpoint: a file can't be read, or a piece is not what the index says of it.
+            BadCheckpoint: a file can't be read, has been written to since it was summed up, or a piece is not what the index
+                says of it.
         """
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         for name, items in by_file.items():
-            path = Path(self.path) / name
-            with untrusted.open_regular(path) as file:
+            with self._files.open(name) as file:
                 for item in items:
                     try:
-                        self._read(file, item, planner)
+                        self._read(name, file, item, planner)
                     except Exception as error:
-                        raise BadCheckpoint(f"{path}, {item.storage_index.fqn}: {error}") from error
+                        raise BadCheckpoint(f"{self._files.folder / name}, {item.storage_index.fqn}: {error}") from error
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read(self, file: IO[bytes], item: ReadItem, planner: LoadPlanner) -> None:
+    def _read(self, name: str, file: IO[bytes], item: ReadItem, planner: LoadPlanner) -> None:
         stream = self._slice_file(file, self.storage_data[item.storage_index])
         if item.type == LoadItemType.BYTE_IO:
-            planner.load_bytes(item, io.BytesIO(stream.read()))
+            content = io.BytesIO(stream.read())
+            self._files.check(name, file)
+            planner.load_bytes(item, content)
             return
         tensor = read_tensor(stream, *self._pieces[item.storage_index])
+        self._files.check(name, file)
         for axis, (first, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             tensor = tensor.narrow(axis, first, size)
         target = planner.resolve_tensor(item).detach()

@@ -12,11 +12,10 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from blockfp.errors import BadCheckpoint, BadFile
-from blockfp.files import manifest, untrusted
+from blockfp.files import manifest
 from blockfp.files.modelfile import Model, Tensor
-from blockfp.files.names import EXTRA, TIED
+from blockfp.files.names import EXTRA, STEP, TIED
 
-from .checkpoint_files import problems
 from .index import INDEX, read_index, read_tensor
 from .plain_values import read_plain
 
@@ -35,10 +34,13 @@ def open_checkpoint(folder: Path, step: int | None = None) -> Model:
     try:
         if step is not None or not (folder / INDEX).is_file():
             folder = manifest.find(folder, step)
-        if manifest.is_own(folder) and (found := problems(folder)):
+        files = manifest.Files(folder)
+        if files.listed is not None and (found := files.sum_up()):
             raise BadFile(folder, "; ".join(found))
-        index = read_index(folder)
-        tied = {name: str(first) for name, first in read_plain(folder, index, (f"{EXTRA}.{TIED}.",)).items()}
+        index = read_index(files)
+        if files.listed is not None:
+            manifest.check_step(folder, read_plain(files, index, (f"{EXTRA}.{STEP}",)).get(f"{EXTRA}.{STEP}"))
+        tied = {name: str(first) for name, first in read_plain(files, index, (f"{EXTRA}.{TIED}.",)).items()}
     except BadCheckpoint as error:
         raise BadFile(folder, error) from error
     tensors = []
@@ -48,7 +50,7 @@ def open_checkpoint(folder: Path, step: int | None = None) -> Model:
                 dtype = _numpy_dtype(what.properties.dtype)
             except TypeError as error:
                 raise BadFile(folder / INDEX, f"{what.properties.dtype} is none of NumPy's: {error}", name) from error
-            tensors.append(Tensor(name, dtype, tuple(what.size), partial(_read, folder, index, name, what)))
+            tensors.append(Tensor(name, dtype, tuple(what.size), partial(_read, files, index, name, what)))
     return Model(folder, tuple(tensors), tied)
 
 
@@ -57,17 +59,18 @@ def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-def _read(folder: Path, index: Metadata, name: str, what: TensorStorageMetadata) -> np.ndarray:
-    at = folder / INDEX
+def _read(files: manifest.Files, index: Metadata, name: str, what: TensorStorageMetadata) -> np.ndarray:
+    at = files.folder / INDEX
     try:
         # The pieces cover it (`read_index`).
         whole = torch.empty(what.size, dtype=what.properties.dtype, device="cpu")
         for chunk in what.chunks:
             where = index.storage_data[MetadataIndex(name, chunk.offsets)]
-            at = folder / where.relative_path
-            with untrusted.open_regular(at) as file:
+            at = files.folder / where.relative_path
+            with files.open(where.relative_path) as file:
                 file.seek(where.offset)
-                part = read_tensor(io.BytesIO(file.read(where.length)), whole.dtype, chunk.sizes)
+                content = file.read(where.length)
+            part = read_tensor(io.BytesIO(content), whole.dtype, chunk.sizes)
             box = tuple(slice(first, first + size) for first, size in zip(chunk.offsets, chunk.sizes, strict=True))
             whole[box] = part
         return whole.reshape(-1).view(torch.uint8).numpy().view(_numpy_dtype(whole.dtype)).reshape(what.size)

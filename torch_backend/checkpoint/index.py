@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from blockfp.errors import BadCheckpoint
 from blockfp.files import manifest, untrusted
+from blockfp.files.manifest import Files
 
 from ..torch_internals import stored_at
 
@@ -42,18 +43,19 @@ LONGEST = 2**30
 _MOST_AXES = 64
 
 
-def read_index(checkpoint: Path) -> Metadata:
+def read_index(files: Files) -> Metadata:
     """Reads DCP's index of a checkpoint, whose tensors are all whole: the pieces of each cover it once, and lie in their files.
 
-    Where there is a manifest it has every file that the index names, and so `problems` looks at it.
+    Where there is a manifest it has every file that the index names, and so all of them are summed up.
 
     Raises:
         BadCheckpoint: there is none, it holds what an index doesn't, its pieces aren't what they should be, or the manifest
             lacks a file.
     """
+    checkpoint = files.folder
     path = checkpoint / INDEX
     try:
-        with untrusted.open_regular(path) as file:
+        with files.open(INDEX) as file:
             length = untrusted.length_of(file)
             if length > LONGEST:
                 raise BadCheckpoint(f"{path} has {length} bytes: an index of up to {LONGEST} is read")
@@ -67,7 +69,7 @@ def read_index(checkpoint: Path) -> Metadata:
     except Exception as error:
         raise BadCheckpoint(f"{path} is not an index of torch's DCP: {error!r}") from error
     index = _made_of(path, raw)
-    lengths = _lengths(checkpoint, index)
+    lengths = _lengths(files, index)
     for name, what in index.state_dict_metadata.items():
         try:
             _check_pieces(index, name, what, lengths)
@@ -102,21 +104,20 @@ def read_tensor(stream: Any, dtype: torch.dtype, shape: Sequence[int]) -> Tensor
     return tensor
 
 
-def _lengths(checkpoint: Path, index: Metadata) -> dict[str, int]:
+def _lengths(files: Files, index: Metadata) -> dict[str, int]:
     """Returns the length of each file that an index names: the manifest's, where there is one."""
     names = {where.relative_path for where in index.storage_data.values()}
-    if manifest.is_own(checkpoint):
-        listed = manifest.read_manifest(checkpoint)
-        if missing := {INDEX, *names} - listed.keys():
-            raise BadCheckpoint(f"{checkpoint / manifest.MANIFEST} doesn't list {', '.join(sorted(missing))}")
-        return {name: listed[name].length for name in names}
+    if files.listed is not None:
+        if missing := {INDEX, *names} - files.listed.keys():
+            raise BadCheckpoint(f"{files.folder / manifest.MANIFEST} doesn't list {', '.join(sorted(missing))}")
+        return {name: files.listed[name].length for name in names}
     found = {}
     for name in sorted(names):
-        path = checkpoint / name
+        path = files.folder / name
         try:
             if untrusted.leads_out(path):
                 raise BadCheckpoint(f"{path} is a link out of the checkpoint's folder: put a copy of the file in its place")
-            with untrusted.open_regular(path) as file:
+            with files.open(name) as file:
                 found[name] = untrusted.length_of(file)
         except OSError as error:
             raise BadCheckpoint(f"{path}: {error.strerror}") from error

@@ -15,10 +15,14 @@ from blockfp.files.names import GROUPS, LAYER_BUFFERS, MODEL, OPTIMIZER, STATE
 
 from ..modules import model_names
 from ..optimizer.state_dicts import unsupported_setting
-from ..quantized_tensor.agreement import kind_of, recipe_of
+from ..quantized_tensor.agreement import kind_of, recipe_of, settings_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+
+HOW_TO_STEP = ("capturable", "foreach", "fused", "differentiable")
+"""Settings of torch's optimizers that depend on the device, and not on the run."""
 
 
 def names_of(index: Metadata, part: str) -> dict[str, Any]:
@@ -27,11 +31,13 @@ def names_of(index: Metadata, part: str) -> dict[str, Any]:
     return {name.removeprefix(prefix): what for name, what in index.state_dict_metadata.items() if name.startswith(prefix)}
 
 
-def described(model: nn.Module) -> dict[str, str]:
-    """Describes each parameter of a model, and the recipe of each layer that has one: ranks must have them alike."""
+def described(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, str]:
+    """Describes each parameter of a model, the recipe of each layer that has one, and the settings of an optimizer's groups:
+    ranks must have them alike."""
     found = {name: kind_of(param) for name, param in model_names.parameters(model).items()}
     recipes = {f"the recipe of {name or 'the model'}": recipe_of(module) for name, module in model_names.modules(model).items()}
-    return found | {name: recipe for name, recipe in recipes.items() if recipe is not None}
+    found |= {name: recipe for name, recipe in recipes.items() if recipe is not None}
+    return found if optimizer is None else found | settings_of(optimizer)
 
 
 def match_model(checkpoint: Path, there: Mapping[str, Any], state: dict[str, Any], model: nn.Module, requantize: bool) -> None:

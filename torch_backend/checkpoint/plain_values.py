@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from blockfp.errors import BadCheckpoint
-from blockfp.files import untrusted
+from blockfp.files.manifest import Files
 
 from ..modules import model_names
 from ..quantized_tensor import sharding
@@ -70,6 +70,25 @@ def plain_extra(extra: Any) -> dict[str, Any]:
     return found
 
 
+def described_extra(extra: Mapping[str, Any]) -> dict[str, str]:
+    """Describes each value of an `extra`, which is saved once for all ranks: they must have it alike."""
+    return {f"extra[{name!r}]": _described(value) for name, value in extra.items()}
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        content, what = repr(value).encode(), repr(value)
+        if len(content) <= 200:
+            return what
+        what = f"{what[:100]} .."
+    else:
+        what = f"{value.dtype} of shape {tuple(value.shape)}"
+        if sharding.mesh_of(value) is not None:
+            return f"{what} on {value.device_mesh}"  # pyright: ignore[reportAttributeAccessIssue]
+        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return f"{what} with SHA-256 {hashlib.sha256(content).hexdigest()[:16]} .."
+
+
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Maps the further names of each parameter to its first one, which optimizers know."""
     first: dict[int, str] = {}
@@ -82,11 +101,11 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return tied
 
 
-def read_plain(checkpoint: Path, index: Metadata, parts: tuple[str, ...]) -> dict[str, Any]:
+def read_plain(files: Files, index: Metadata, parts: tuple[str, ...]) -> dict[str, Any]:
     """Reads all values of a checkpoint that are no tensors, by DCP's names.
 
     Args:
-        checkpoint: the folder.
+        files: the checkpoint's.
         index: its index.
         parts: what names must begin with.
 
@@ -99,9 +118,10 @@ def read_plain(checkpoint: Path, index: Metadata, parts: tuple[str, ...]) -> dic
             continue
         try:
             where = index.storage_data[MetadataIndex(name)]
-            with untrusted.open_regular(checkpoint / where.relative_path) as file:
+            with files.open(where.relative_path) as file:
                 file.seek(where.offset)
-                found[name] = torch.load(io.BytesIO(file.read(where.length)), map_location="cpu", weights_only=True)
+                content = file.read(where.length)
+            found[name] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except Exception as error:
-            raise BadCheckpoint(f"{checkpoint}: {name} can't be read: {error}") from error
+            raise BadCheckpoint(f"{files.folder}: {name} can't be read: {error}") from error
     return found

@@ -1,15 +1,23 @@
-"""Exchanges between ranks around a checkpoint, and torch's errors as errors that a program can catch."""
+"""Exchanges between ranks around a checkpoint: what one rank finds out, all are told.
+
+What is no `Exception`, as Ctrl-C and SystemExit are, is raised as it is on the rank where it happened; the others get an error
+that names it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import pickle
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import secrets
+from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from ..torch_internals import unregistered_gloo
 
 
 def rank_and_world(group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -28,29 +36,21 @@ def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 def on_first_rank(action: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
     """Runs an action on the group's first rank: every rank returns its result, or raises its error."""
-    outcome: Any = None
-    if rank_and_world(group)[0] == 0:
-        try:
-            outcome = action()
-        except Exception as error:
-            outcome = _sendable(error)
-    (outcome, *_) = gather(outcome, group)
-    if isinstance(outcome, Exception):
-        raise outcome
+    first = rank_and_world(group)[0] == 0
+    outcome, error = _tried(action) if first else (None, None)
+    ((outcome, sent), *_) = gather((outcome, _sendable(error)), group)
+    raise_first([sent], error)
     return outcome
 
 
 def on_every_rank(action: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
     """Runs an action on every rank: each returns its own result, or all raise the first rank's error."""
-    try:
-        own, error = action(), None
-    except Exception as raised:
-        own, error = None, raised
-    raise_first(gather(None if error is None else _sendable(error), group), error)
+    own, error = _tried(action)
+    raise_first(gather(_sendable(error), group), error)
     return own
 
 
-def raise_first(errors: list[Exception | None], own: Exception | None) -> None:
+def raise_first(errors: list[Exception | None], own: BaseException | None) -> None:
     """Raises this rank's own error, or that of the first rank that has one."""
     if own is not None:
         raise own
@@ -60,10 +60,20 @@ def raise_first(errors: list[Exception | None], own: Exception | None) -> None:
             raise error
 
 
-def check_alike(action: Callable[[], tuple[Any, Mapping[str, Any], Mapping[str, str]]], group: dist.ProcessGroup | None) -> Any:
+def _tried(action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    try:
+        return action(), None
+    except BaseException as error:
+        return None, error
+
+
+def check_alike(
+    function: str, action: Callable[[], tuple[Any, Mapping[str, Any], Mapping[str, str]]], group: dist.ProcessGroup | None
+) -> Any:
     """Runs an action on every rank, and raises on all of them where one does, or where their arguments differ.
 
     Args:
+        function: the one that the user called.
         action: gives what is returned; settings that must be equal, plain values by name; and what is held, by name. Ranks need
             not hold the same names, such as those of a pipeline's stages, but under one name the same.
         group: the ranks.
@@ -71,16 +81,15 @@ def check_alike(action: Callable[[], tuple[Any, Mapping[str, Any], Mapping[str, 
     Raises:
         ValueError: the name, and two ranks' values; the same on every rank.
     """
-    result, settings, described, error = None, {}, {}, None
-    try:
-        result, settings, described = action()
-    except Exception as raised:
-        error = raised
+    outcome, error = _tried(action)
+    result, settings, described = outcome or (None, {}, {})
     digest = hashlib.sha256(repr(sorted(described.items())).encode()).digest()
-    everyones = gather((None if error is None else _sendable(error), dict(settings), digest), group)
-    raise_first([error for error, _, _ in everyones], error)
-    _refuse_differences([settings for _, settings, _ in everyones])
-    if any(digest != other for _, _, other in everyones):
+    everyones = gather((_sendable(error), function, dict(settings), digest), group)
+    if error is None or isinstance(error, Exception):
+        _refuse_differences([{"the function that was called": name} for _, name, _, _ in everyones])
+    raise_first([sent for sent, _, _, _ in everyones], error)
+    _refuse_differences([settings for _, _, settings, _ in everyones])
+    if any(digest != other for _, _, _, other in everyones):
         _refuse_differences(gather(dict(described), group))
     return result
 
@@ -94,61 +103,137 @@ def _refuse_differences(everyones: list[dict[str, Any]]) -> None:
                 raise ValueError(f"{name} is {theirs} on rank {other} and {value} on rank {rank}: it must be the same on all")
 
 
-def _sendable(error: Exception) -> Exception:
-    """Returns the error, or one that says the same where it can't be sent to other ranks."""
+def _sendable(error: BaseException | None) -> Exception | None:
+    """Returns the error, or one that says the same where it can't be sent to other ranks, or would end them."""
     try:
         sent = pickle.loads(pickle.dumps(error))
     except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return sent if isinstance(sent, Exception) else RuntimeError(str(error))
+        sent = error
+    return sent if sent is None or (isinstance(sent, Exception) and sent is not error) else RuntimeError(told(error))
 
 
-@contextmanager
-def failing_as(kind: type[Exception], what: str) -> Iterator[None]:
-    """Raises `kind` where DCP raises its CheckpointException, which is no Exception and says nothing of the checkpoint.
+def told(error: BaseException | None) -> str:
+    """Returns an error's kind and text."""
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
-    Args:
-        kind: the error.
-        what: what went wrong then; each rank's reason follows it.
+
+class Exchange:
+    """The ranks of one of torch's process groups, or this process alone, who send values to the first and get others back.
+
+    Attributes:
+        rank, world: this rank's number, and how many there are.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
 
-    try:
-        yield
-    except CheckpointException as error:
-        reasons = {f"{type(reason).__name__}: {reason}": rank for rank, (reason, _) in reversed(error.failures.items())}
-        told = "; ".join(f"rank {rank}: {reason}" for reason, rank in reversed(reasons.items()))
-        raise kind(f"{what}: {told}") from error
+    def __init__(self, group: dist.ProcessGroup | None):
+        self._group = group
+        self.rank, self.world = rank_and_world(group)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Returns every rank's value on the first rank, and nothing elsewhere."""
+        if not _distributed():
+            return [value]
+        values: list[Any] | None = [None] * self.world if self.rank == 0 else None
+        dist.gather_object(value, values, dst=self._first(), group=self._group)
+        return values or []
+
+    def scatter(self, values: list[Any]) -> Any:
+        """Returns this rank's of the values that the first rank gives."""
+        if not _distributed():
+            return values[0]
+        own: list[Any] = [None]
+        dist.scatter_object_list(own, values if self.rank == 0 else None, src=self._first(), group=self._group)
+        return own[0]
+
+    def _first(self) -> int:
+        return 0 if self._group is None else dist.get_global_rank(self._group, 0)
+
+    def together(
+        self,
+        error: Callable[[str], Exception],
+        each: Callable[[], Any],
+        first: Callable[[list[Any]], list[Any]] | None = None,
+    ) -> Any:
+        """Runs `each` on every rank, then `first` on the first one with all results; returns what it gives this rank.
+
+        Raises:
+            Exception: `error` of what failed, and where, on every rank.
+            BaseException: what this rank raised, where it is no Exception.
+        """
+        result, own = _tried(each)
+        everyones = self.gather(result if own is None else _Failure(told(own)))
+        given: list[Any] = []
+        if self.rank == 0:
+            failed = {rank: one.text for rank, one in enumerate(everyones) if isinstance(one, _Failure)}
+            if not failed:
+                given, own = _tried(lambda: [None] * self.world if first is None else first(everyones))
+                failed = {} if own is None else {0: told(own)}
+            if failed:
+                ranks = {text: rank for rank, text in reversed(failed.items())}
+                text = "; ".join(f"rank {rank}: {text}" for text, rank in reversed(ranks.items()))
+                given = [_Failure(text)] * self.world
+        outcome = self.scatter(given)
+        if own is not None and not isinstance(own, Exception):
+            raise own
+        if isinstance(outcome, _Failure):
+            raise error(outcome.text) from own
+        return outcome
 
 
-_gloo_groups: list[tuple[Any, Any]] = []
+class _Failure:
+    """What stands for a result where there is none."""
+
+    def __init__(self, text: str):
+        self.text = text
 
 
-def background_group() -> dist.ProcessGroup | None:
-    """Returns a group of all ranks for writing while the training goes on: one for each time that torch is initialized."""
+class _Apart(Exchange):
+    """Ranks over a gloo group that torch doesn't know, and `destroy_process_group` therefore leaves alone."""
+
+    def __init__(self, group: dist.ProcessGroup | None):
+        super().__init__(group)
+        token = on_first_rank(lambda: secrets.token_hex(8), group)
+        self._gloo = unregistered_gloo(f"blockfp-{token}", self.rank, self.world)
+        self._group = None  # which `_apart` doesn't keep alive
+
+    def gather(self, value: Any) -> list[Any]:
+        if self.rank:
+            self._send(value, 0)
+            return []
+        return [value, *(self._receive(rank) for rank in range(1, self.world))]
+
+    def scatter(self, values: list[Any]) -> Any:
+        if self.rank:
+            return self._receive(0)
+        for rank in range(1, self.world):
+            self._send(values[rank], rank)
+        return values[0]
+
+    def _send(self, value: Any, rank: int) -> None:
+        content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        for part in (torch.tensor([content.numel()]), content):
+            self._gloo.send([part], rank, 0).wait()
+
+    def _receive(self, rank: int) -> Any:
+        length = self._received(torch.empty(1, dtype=torch.int64, device="cpu"), rank)
+        return pickle.loads(self._received(torch.empty(int(length), dtype=torch.uint8, device="cpu"), rank).numpy().tobytes())
+
+    def _received(self, memory: Tensor, rank: int) -> Tensor:
+        self._gloo.recv([memory], rank, 0).wait()
+        return memory
+
+
+_apart: WeakKeyDictionary[Any, Exchange] = WeakKeyDictionary()
+
+
+def apart(group: dist.ProcessGroup | None) -> Exchange:
+    """Returns an exchange of its own for a group's ranks, for a thread beside the training: one for each group of torch's."""
     if not _distributed():
-        return None
-    world = dist.group.WORLD
-    if not _gloo_groups or _gloo_groups[-1][0] is not world:
-        _gloo_groups[:] = [(world, dist.new_group(backend="gloo"))]
-    return _gloo_groups[-1][1]
-
-
-@contextmanager
-def ignoring_missing_groups() -> Iterator[None]:
-    """Ignores DCP's warning that torch.distributed isn't initialized, which is no news here."""
-    if _distributed():
-        yield
-        return
-    with warnings.catch_warnings():
-        ignore_missing_groups()
-        yield
-
-
-def ignore_missing_groups() -> None:
-    """Ignores it from now on, where there is no process group: torch's thread that saves would warn too, and later."""
-    if not _distributed():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        return Exchange(None)
+    key = dist.group.WORLD if group is None else group
+    if key not in _apart:
+        _apart[key] = _Apart(group)
+    return _apart[key]
 
 
 def _distributed() -> bool:

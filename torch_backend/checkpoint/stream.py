@@ -151,7 +151,7 @@ def stream_apart(
         described = {f"tensor {i} of model": f"{name}, {found.describe(name)}" for i, name in enumerate(found.names)}
         return (found, known), settings, described
 
-    found, known = ranks.check_alike(checked, None)
+    found, known = ranks.check_alike("stream_weights", checked, None)
     keeps = keep_on is None or ranks.rank_and_world(None)[0] in keep_on
     return WeightStream(found, known, bucket_bytes, keeps, sha256)
 

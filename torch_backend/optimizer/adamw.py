@@ -29,7 +29,7 @@ from ..custom_ops.kernels import kernels_for
 from ..custom_ops.library import outside_graphs
 from ..linear import scale_watch
 from ..linear.delayed import check_buffers, update_layers
-from ..quantized_tensor import sharding
+from ..quantized_tensor import agreement, sharding
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from ..torch_internals import foreach_add_
 from ..weights.cast_weight import CastWeight
@@ -66,6 +66,7 @@ class _Adam(Optimizer):
 
     def _prepare(self) -> None:
         self._known: dict[int, LocalParameter] = {}
+        self._agreed = False
         self._tables: dict[torch.device, Table] = {}
         self.register_state_dict_post_hook(state_dicts.show, prepend=True)
         self.register_load_state_dict_pre_hook(state_dicts.make)
@@ -122,15 +123,19 @@ class _Adam(Optimizer):
         Then the scales of layers with delayed scaling, whose weights are among the parameters, are updated: after a step that a
         gradient scaler leaves out, too.
 
-        Sharded quantized weights may need collectives: every rank that holds a part of a parameter must call it. It writes
-        shards, which FSDP2's next gather reads; where FSDP2 still holds whole weights (after a forward without a backward, or
-        `set_reshard_after_backward(False)`), call `reshard()` of its modules.
+        Sharded quantized weights may need collectives: every rank that holds a part of a parameter must call it. In the first
+        step these ranks compare the settings of all groups. It writes shards, which FSDP2's next gather reads; where FSDP2
+        still holds whole weights (after a forward without a backward, or `set_reshard_after_backward(False)`), call `reshard()`
+        of its modules.
 
         Args:
             closure: evaluates the loss again, and returns it.
 
         Returns:
             What the closure returns, or None.
+
+        Raises:
+            ValueError: in the first step, on all of them, where ranks have other settings.
         """
         loss = None
         if closure is not None:
@@ -144,7 +149,18 @@ class _Adam(Optimizer):
             update_layers(layers, made_up=not scale_watch.moves(self))
         return loss
 
+    def _agree(self) -> None:
+        """Compares the settings of all ranks that hold parts of the parameters, once."""
+        meshes = [sharding.mesh_of(param) for group in self.param_groups for param in group["params"]]
+        for mesh in dict.fromkeys(mesh for mesh in meshes if mesh is not None):
+            if mesh.device_type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return
+            agreement.agree(mesh, agreement.settings_of(self), torch.device(mesh.device_type), "it must be the same on all")
+        self._agreed = True
+
     def _step(self) -> None:
+        if not self._agreed:
+            self._agree()
         found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         number = 0
         todo: list[LocalParameter] = []

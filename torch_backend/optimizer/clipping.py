@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..quantized_tensor import sharding
+from ..quantized_tensor import agreement, sharding
 from ..torch_internals import functional_collectives as collectives
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _CHUNK = 1 << 22
 """Elements whose squares are in memory at once."""
@@ -34,6 +39,8 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, *, e
 
     Raises:
         RuntimeError: the norm isn't finite, and `error_if_nonfinite` says so. The gradients are as they were.
+        ValueError: ranks that hold parts of one parameter have different values of `max_norm`, on all of them. A GPU is asked
+            where this rank's value is another than before; on ranks where it isn't the norm is NaN then.
 
     Example:
         >>> weight = torch.zeros(4, requires_grad=True)
@@ -46,7 +53,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, *, e
     with_gradient = [p for p in ([parameters] if isinstance(parameters, Tensor) else parameters) if p.grad is not None]
     if not with_gradient:
         return torch.zeros(())
-    norm = _squares(with_gradient, [_own_part(parameter) for parameter in with_gradient]).sum().sqrt()
+    norm = _squares(with_gradient, [_own_part(parameter) for parameter in with_gradient], float(max_norm)).sum().sqrt()
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of the gradients is {norm.item()}, and error_if_nonfinite=True")
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
@@ -66,7 +73,7 @@ def _own_part(parameter: Tensor) -> Tensor:
     return sharding.local_of(parameter.grad if gradient is None else gradient)
 
 
-def _squares(parameters: list[Tensor], gradients: list[Tensor]) -> Tensor:
+def _squares(parameters: list[Tensor], gradients: list[Tensor], max_norm: float) -> Tensor:
     """The sum of squares of each parameter's gradient, float64 [parameters], on the first one's device."""
     # Those that lie alike on one mesh are reduced together.
     alike: dict[object, list[int]] = {}
@@ -74,9 +81,18 @@ def _squares(parameters: list[Tensor], gradients: list[Tensor]) -> Tensor:
         mesh, placements = sharding.mesh_of(parameter), getattr(parameter, "placements", ())
         alike.setdefault((mesh, placements, gradient.device), []).append(i)
     found: list[Tensor] = [gradients[0]] * len(parameters)
+    asks = _asks(max_norm, gradients[0].device)
     for numbers in alike.values():
         first = parameters[numbers[0]]
-        largest = _reduced(first, torch.stack([_largest(gradients[i]) for i in numbers]), "max")
+        largest = torch.stack([_largest(gradients[i]) for i in numbers])
+        # What ranks were told goes with it: two numbers whose sum is 0 where it is the same.
+        reduced = _reduced(first, torch.cat([largest, _number_of(max_norm, largest.device)]), "max")
+        largest, apart = reduced[:-2], reduced[-2:].sum()
+        if asks and apart.item() != 0:
+            dtensor = sharding.as_dtensor(first)
+            assert dtensor is not None
+            groups = [dtensor.device_mesh.get_group(axis) for axis in _cut_axes(dtensor)]
+            agreement.refuse_differences(groups, {"max_norm": str(max_norm)}, "it must be the same on all")
         # 2^exponent is above the largest magnitude.
         exponents = ((largest >> 23) - 126).to(torch.int64)
         bits = [_bits(parameters[i].numel()) for i in numbers]
@@ -85,8 +101,25 @@ def _squares(parameters: list[Tensor], gradients: list[Tensor]) -> Tensor:
         for place, (i, b) in enumerate(zip(numbers, bits, strict=True)):
             total = (sums[place, 0] + sums[place, 1] * 2.0**-b) * _power(2 * exponents[place] - b)
             finite = torch.where(largest[place] > _INF, torch.nan, torch.inf)
-            found[i] = torch.where(largest[place] < _INF, total, finite.to(total.dtype)).to(gradients[0].device)
+            total = torch.where(largest[place] < _INF, total, finite.to(total.dtype))
+            found[i] = torch.where(apart == 0, total, torch.nan).to(gradients[0].device)
     return torch.stack(found)
+
+
+_last: list[float] = []
+
+
+def _asks(max_norm: float, device: torch.device) -> bool:
+    """Says whether the host looks at what ranks were told: a GPU is waited for where it is another value than before."""
+    if device.type == "cuda" and (_last == [max_norm] or torch.cuda.is_current_stream_capturing()):
+        return False
+    _last[:] = [max_norm]
+    return True
+
+
+@lru_cache(maxsize=16)
+def _number_of(max_norm: float, device: torch.device) -> Tensor:
+    return agreement.number_of(max_norm, device, torch.int32)
 
 
 def _reduced(parameter: Tensor, values: Tensor, op: str) -> Tensor:
@@ -97,11 +130,14 @@ def _reduced(parameter: Tensor, values: Tensor, op: str) -> Tensor:
     mesh = dtensor.device_mesh
     # Gradients that FSDP2 keeps on the CPU belong to groups that may speak to GPUs only.
     values = values.to(mesh.device_type)
-    for axis, placement in enumerate(dtensor.placements):
-        if not placement.is_replicate():
-            sent = collectives.all_reduce(values.contiguous(), op, mesh.get_group(axis).group_name)
-            values = collectives.wait_tensor(sent)
+    for axis in _cut_axes(dtensor):
+        sent = collectives.all_reduce(values.contiguous(), op, mesh.get_group(axis).group_name)
+        values = collectives.wait_tensor(sent)
     return values.to(device)
+
+
+def _cut_axes(dtensor: DTensor) -> list[int]:
+    return [axis for axis, placement in enumerate(dtensor.placements) if not placement.is_replicate()]
 
 
 def _largest(gradient: Tensor) -> Tensor:

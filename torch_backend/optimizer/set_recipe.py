@@ -60,7 +60,8 @@ def set_recipe(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | No
         TypeError: model or optimizer is something else.
         ValueError: there is no quantized layer, or none in which a pattern is found; a layer can't have the recipe; weights
             that two layers share would need two formats; a trained weight is not in the optimizer; layers that tensor
-            parallelism cut; weights on the meta device. Everything is as it was then.
+            parallelism cut; weights on the meta device; or, on all of them, ranks of a mesh that were given other recipes.
+            Everything is as it was then.
 
     Example:
         >>> bfp.set_recipe(model, optimizer, "mxfp8")  # the last steps of a run in nvfp4
@@ -77,6 +78,7 @@ def set_recipe(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | No
     changes = {
         path: one for path in layers if (one := recipes.resolve(recipe, path)) is not None and one != layers[path].recipe
     }
+    _agree(plain, {path: changes.get(path, layer.recipe) for path, layer in layers.items()})
     # Else layers hold FSDP2's gathered weights, which are no parameters of the optimizer.
     reshard(model)
     formats = _formats(layers, changes)
@@ -94,6 +96,14 @@ def set_recipe(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | No
         layer.recipe = one
     renew_ddp_buffers()
     return model
+
+
+def _agree(model: nn.Module, recipes: dict[str, Recipe]) -> None:
+    """Compares the recipes that layers are to have on all ranks of the meshes that their parameters lie on."""
+    meshes = [sharding.mesh_of(param) for param in model.parameters()]
+    told = {f"the new recipe of {path or 'the model'}": agreement.told_recipe(recipe) for path, recipe in recipes.items()}
+    for mesh in dict.fromkeys(mesh for mesh in meshes if mesh is not None):
+        agreement.agree(mesh, told, torch.device(mesh.device_type), "call set_recipe with the same recipe everywhere")
 
 
 def _products(layer: Layer) -> Iterator[tuple[str, StatefulLayer]]:

@@ -61,8 +61,11 @@ def renew(param: Any) -> None:
 def recipe_of(module: nn.Module) -> str | None:
     """A description of a layer's recipe, in the same words in every process; None where it has none."""
     recipe = getattr(module, "recipe", None)
-    if not isinstance(recipe, Recipe):
-        return None
+    return told_recipe(recipe) if isinstance(recipe, Recipe) else None
+
+
+def told_recipe(recipe: Recipe) -> str:
+    """A description of a recipe, in the same words in every process."""
     values = {field.name: getattr(recipe, field.name) for field in fields(recipe) if field.name != "name"}
     told = (f"{name}={sorted(value) if isinstance(value, frozenset) else value}" for name, value in values.items())
     return f"{recipe} ({', '.join(told)})"
@@ -70,8 +73,21 @@ def recipe_of(module: nn.Module) -> str | None:
 
 def kind_of(param: Tensor) -> str:
     """A description of a parameter that holds on every rank: its format, shape and dtype."""
-    format = getattr(local_of(param), "format", None)
-    return f"{format or 'in high precision'} of shape {tuple(param.shape)} and {param.dtype}"
+    local = local_of(param)
+    format, has_codes = getattr(local, "format", None), hasattr(local, "codes")
+    kept = format if has_codes else "in high precision" if format is None else f"in high precision, cast to {format},"
+    return f"{kept} of shape {tuple(param.shape)} and {param.dtype}"
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Descriptions of the settings of an optimizer's groups, by name."""
+    found = {}
+    for i, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            # Stages of a pipeline have other parameters.
+            if name not in ("params", "param_names"):
+                found[f"optimizer.param_groups[{i}][{name!r}]"] = repr(value.tolist() if isinstance(value, Tensor) else value)
+    return found
 
 
 def _refuse_smaller_mesh(param: Any) -> None:
@@ -94,14 +110,45 @@ def _kind(param: Any) -> str:
 
 
 def _agree(mesh: DeviceMesh, kinds: dict[str, str], device: torch.device) -> None:
-    number = int.from_bytes(hashlib.sha256(repr(sorted(kinds.items())).encode()).digest()[:7], "little")
+    remedy = "FSDP gathers weights that are alike on all ranks; convert the model with the same recipe everywhere"
+    everyones = agree(mesh, kinds, device, remedy)
+    if everyones:
+        names = dict.fromkeys(", ".join(theirs) for theirs in everyones)
+        raise ValueError(f"ranks gather different weights together: {' on one, '.join(names)} on another")
+
+
+def agree(mesh: DeviceMesh, described: dict[str, str], device: torch.device, remedy: str) -> list[dict[str, str]]:
+    """Compares what the ranks of a mesh say of themselves, all of which call it, by two numbers.
+
+    Args:
+        mesh: of the ranks.
+        described: by name.
+        device: on which the mesh's groups reduce.
+        remedy: what to do where one name has two descriptions.
+
+    Returns:
+        What each rank says, where they have other names; nothing where all is alike.
+
+    Raises:
+        ValueError: on every rank, with the name and what two ranks say of it.
+    """
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-    # The largest of the negated numbers is the least of them, negated: both in one reduction.
-    bounds = max_reduce(torch.tensor([number, -number], device=device), [group.group_name for group in groups])
-    largest, least = bounds.tolist()
-    if largest + least == 0:
-        return
-    everyones = [(dist.get_rank(), kinds)]
+    bounds = max_reduce(number_of(sorted(described.items()), device), [group.group_name for group in groups])
+    return [] if int(bounds.sum()) == 0 else refuse_differences(groups, described, remedy)
+
+
+def number_of(described: object, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """A number that stands for a description, and its negative: [2], of int64 or int32.
+
+    The largest of the negated numbers is the least of them, negated: where ranks agree their sum is 0 after one maximum.
+    """
+    number = int.from_bytes(hashlib.sha256(repr(described).encode()).digest()[: dtype.itemsize - 1], "little")
+    return torch.tensor([number, -number], dtype=dtype, device=device)
+
+
+def refuse_differences(groups: list[dist.ProcessGroup], described: dict[str, str], remedy: str) -> list[dict[str, str]]:
+    """Raises what `agree` does, on every rank of some groups; returns what each says where no name has two descriptions."""
+    everyones = [(dist.get_rank(), described)]
     for group in groups:
         gathered: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, everyones, group=group)
@@ -111,9 +158,5 @@ def _agree(mesh: DeviceMesh, kinds: dict[str, str], device: torch.device) -> Non
         for name, kind in theirs.items():
             other, known = first.setdefault(name, (rank, kind))
             if known != kind:
-                raise ValueError(
-                    f"{name} is {known} on rank {other} and {kind} on rank {rank}: FSDP gathers weights that are alike on all "
-                    "ranks; convert the model with the same recipe everywhere"
-                )
-    names = [", ".join(theirs) for _, theirs in everyones]
-    raise ValueError(f"ranks gather different weights together: {' on one, '.join(dict.fromkeys(names))} on another")
+                raise ValueError(f"{name} is {known} on rank {other} and {kind} on rank {rank}: {remedy}")
+    return [theirs for _, theirs in everyones]
