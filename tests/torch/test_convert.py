@@ -100,3 +100,16 @@ def test_what_cannot_be_converted(model, recipe, error, message):
 def test_a_filter_is_a_function():
     with pytest.raises(TypeError, match="filter_fn must be a function of a layer's path and of the layer, got 'head'"):
         bfp.convert(Model(), "mxfp8", filter_fn="head")
+
+
+def test_paths_have_no_names_of_wrappers():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = Model()
+    model.layers[0] = checkpoint_wrapper(model.layers[0])
+    seen = []
+    bfp.convert(
+        torch.compile(model, backend="eager"), {r"^layers\.0\.0$": "mxfp8", "": "nvfp4"}, lambda path, _: not seen.append(path)
+    )
+    assert seen == ["layers.0.0", "layers.1.0", "head"]
+    assert [str(layer.recipe) for layer in model.modules() if isinstance(layer, bfp.Linear)] == ["mxfp8", "nvfp4", "nvfp4"]

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 
 from blockfp.kernels.once import once
 
+from ..weights.held_parameters import check_free
 from .experts import OWN, PRODUCT, Experts
 from .experts_kinds import KINDS, experts_kind
 from .linear import Linear
@@ -159,7 +160,10 @@ def check_layer(path: str, layer: nn.Module, kind: Kind) -> None:
 
 def _check_weight(where: str, name: str, weight: Any, leave: str) -> None:
     if not isinstance(weight, Tensor):
-        raise ValueError(f"{where} has no parameter named {name}: make it one, {leave}")
+        raise ValueError(
+            f"{where} has no parameter named {name}: make it one (of a FullyShardedDataParallel: convert the model first, and "
+            f"shard it by fully_shard), {leave}"
+        )
     if isinstance(weight, nn.UninitializedParameter):
         raise ValueError(f"{where} has no shape yet: run the model once before it is converted, {leave}")
     if type(weight) is not nn.Parameter:
@@ -169,6 +173,7 @@ def _check_weight(where: str, name: str, weight: Any, leave: str) -> None:
         )
     if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
         raise ValueError(f"the {name} of {where} has hooks, which a new parameter loses: register them after convert, {leave}")
+    check_free(weight, f"the {name} of {where}", f"convert the model first, have it let go of the {name}, {leave}")
 
 
 @cache

@@ -24,6 +24,7 @@ from .convert import convertible
 from .experts import Experts
 from .kinds import base_kind
 from .linear import Linear
+from .model_names import named_modules
 from .quantized_layer import QuantizedLayer
 from .sensitivity_table import LayerSensitivity, Sensitivity
 from .transposed_linear import TransposedLinear
@@ -103,7 +104,7 @@ def sensitivity(
                                 changes.append(_scalar(forward(model, batch)).item() - before)
                 change = math.fsum(changes) / len(changes) if changes else None
                 rows.append(layer.row(recipe, change))
-    left = [path for path, module in model.named_modules() if _is_left(module)]
+    left = [path for path, module in named_modules(model) if _is_left(module)]
     mean = None if loss is None else math.fsum(base) / len(base)
     return Sensitivity(tuple(rows), mean, tuple(left), tuple(_excluded(model, filter_fn)))
 
@@ -171,7 +172,7 @@ class _Measured:
 def _layers(model: nn.Module, filter_fn: Callable[[str, nn.Module], bool] | None) -> list[_Measured]:
     plain = convertible(model, filter_fn)
     found = []
-    for path, module in model.named_modules():
+    for path, module in named_modules(model):
         if isinstance(module, Linear | TransposedLinear):
             if filter_fn is not None and not filter_fn(path, module):
                 continue
@@ -196,7 +197,7 @@ def _excluded(model: nn.Module, filter_fn: Callable[[str, nn.Module], bool] | No
         return []
     # A plan of a model that is quantized already goes to set_recipe, which knows quantized layers alone.
     taken = {module for module in model.modules() if isinstance(module, Experts | QuantizedLayer)} or convertible(model)
-    return [path for path, module in model.named_modules() if module in taken and not filter_fn(path, module)]
+    return [path for path, module in named_modules(model) if module in taken and not filter_fn(path, module)]
 
 
 def _is_left(module: nn.Module) -> bool:

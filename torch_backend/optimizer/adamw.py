@@ -32,12 +32,11 @@ from ..linear.delayed import check_buffers, update_layers
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from ..torch_internals import foreach_add_
-from ..weights.cast_weight import CastWeight
 from . import state_dicts
 from .local_parameter import LocalParameter
 from .optimizer_state import needs_master, new_master, new_moments, renew_master
 from .optimizer_step import carry_out
-from .osci_reset import Windows, new_paths, resets
+from .osci_reset import Windows, check_keeps_codes, new_paths, resets
 
 
 class _Adam(Optimizer):
@@ -99,11 +98,8 @@ class _Adam(Optimizer):
             # What is no tensor is torch's to refuse; what is frozen may be anything.
             if isinstance(param, Tensor) and param.requires_grad:
                 _check_dtype(name, param, settings["master"])
-                if settings["osci_reset"] is not None and isinstance(sharding.local_of(param), CastWeight):
-                    raise ValueError(
-                        f"parameter {name} of this group, of shape {tuple(param.shape)}, has no codes between two steps, as "
-                        "weights='high_precision' keeps it: give it a group with osci_reset=None"
-                    )
+                if settings["osci_reset"] is not None:
+                    check_keeps_codes(param, f" {name}")
         super().add_param_group(param_group)
 
     @torch.no_grad()
@@ -182,12 +178,14 @@ class _Adam(Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32, device=on)
             state |= new_moments(one, group["moments"])
         if "master" in state:
-            if isinstance(one.local, QuantizedTensor) and one.local.geometry.loaded:
+            if isinstance(one.local, QuantizedTensor) and (one.local.geometry.loaded or one.local.geometry.initial is not None):
                 renew_master(one, state)
         elif needs_master(one, group["master"]):
             state["master"] = new_master(one)
-        if group["osci_reset"] is not None and resets(one, state):
-            state |= new_paths(one, state)
+        if group["osci_reset"] is not None:
+            check_keeps_codes(one.param)
+            if resets(one, state):
+                state |= new_paths(one, state)
         return state
 
     def _begin(self, group: dict[str, Any], todo: list[LocalParameter], found: Tensor | None, scale: Tensor | None) -> bool:
