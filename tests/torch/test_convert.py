@@ -97,6 +97,17 @@ def test_what_cannot_be_converted(model, recipe, error, message):
         bfp.convert(model, recipe)
 
 
+def test_a_filter_may_be_torchaos():
+    """torchao calls it with module and name; by (path, layer) it would compare the layer with a string, and leave nothing."""
+    model = bfp.convert(Model(), "mxfp8", lambda mod, fqn: isinstance(mod, nn.Linear) and fqn != "head")
+    assert type(model.head) is nn.Linear
+    assert isinstance(model.layers[0][0], bfp.Linear)
+    with pytest.raises(TypeError, match=r"name its parameters \(path, layer\), or \(module, fqn\)"):
+        bfp.convert(Model(), "mxfp8", lambda a, b: b != "head")
+    table = bfp.sensitivity(Model().layers[0], [torch.randn(4, 32)], ["mxfp8"], filter_fn=lambda mod, fqn: fqn == "0")
+    assert [row.path for row in table.layers] == ["0"]
+
+
 def test_a_filter_is_a_function():
     with pytest.raises(TypeError, match="filter_fn must be a function of a layer's path and of the layer, got 'head'"):
         bfp.convert(Model(), "mxfp8", filter_fn="head")

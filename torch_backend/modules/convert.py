@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from blockfp import recipes
+from blockfp import patterns, recipes
 from blockfp.recipes import ByPath, Compute, Recipe
 
 from ..quantized_tensor.tensor import QuantizedTensor
@@ -83,14 +83,16 @@ def convert(
             and other wrappers) to one of these, or to None for a layer that stays as it is (`blockfp.recipes.by_operand` makes one of a function that gives formats); or a mapping
             of patterns of paths to these, `{"^head$": None, "down": "mxfp8", "": "nvfp4"}`. Patterns are regular expressions,
             of which the first that is found in the path counts; layers where none is stay as they are.
-        filter_fn: called with path and layer (torchao's with layer and path); False leaves the layer as it is.
+        filter_fn: called with path and layer, or with layer and path where its parameters' names say so, as torchao's
+            `(module, fqn)`; False leaves the layer as it is.
         weights, compute, keep_init: see `Linear`.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: model is not a module, or filter_fn no function.
+        TypeError: model is not a module; filter_fn is no function, or it takes every layer by path and layer and would leave
+            some by layer and path, and its parameters' names don't say which it means.
         ValueError: there is nothing to convert, a mapping's pattern is found in no layer that could be converted, the weight of
             a layer that filter_fn chose is shared with a module that is not converted, a layer would lose something
             (parametrizations, weight norm, pruning, hooks of its weight, methods that were put into it), or the model is
@@ -101,8 +103,6 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if filter_fn is not None and not callable(filter_fn):
-        raise TypeError(f"filter_fn must be a function of a layer's path and of the layer, got {filter_fn!r}")
     chosen = _chosen(model, recipe, filter_fn)
     tied = _tied(model, chosen, declared=filter_fn is None)
     if tied and filter_fn is not None:
@@ -135,27 +135,26 @@ def convert(
 def _chosen(
     model: nn.Module, recipe: Recipe | str | ByPath, filter_fn: Callable[[str, nn.Module], bool] | None
 ) -> dict[nn.Module, _Chosen]:
-    chosen: dict[nn.Module, _Chosen] = {}
-    paths: list[str] = []
+    candidates: list[tuple[str, nn.Module]] = []
     # What attention multiplies with itself isn't its layers' to quantize, and adapters are what is trained in their stead.
     taken = adapter_layers(model) | {
         child for module in model.modules() if isinstance(module, nn.MultiheadAttention) for child in module.children()
     }
     routers = router_modules(model)
+    kinds: dict[nn.Module, Kind] = {}
     for path, module in named_modules(model):
         kind = None if module in taken else base_kind(module)
-        if kind is None:
-            continue
-        paths.append(path)
-        if module in routers:
-            continue
-        if filter_fn is not None and not filter_fn(path, module):
-            continue
-        one = recipes.resolve(recipe, path)
+        if kind is not None:
+            candidates.append((path, module))
+            kinds[module] = kind
+    asked = [(path, module) for path, module in candidates if module not in routers]
+    chosen: dict[nn.Module, _Chosen] = {}
+    for (path, module), chooses in zip(asked, patterns.select(filter_fn, asked), strict=True):
+        one = recipes.resolve(recipe, path) if chooses else None
         if one is not None:
-            chosen[module] = _Chosen(path, one, kind)
-    if paths:
-        recipes.check_paths(recipe, paths)
+            chosen[module] = _Chosen(path, one, kinds[module])
+    if candidates:
+        recipes.check_paths(recipe, [path for path, _ in candidates])
     return chosen
 
 
