@@ -317,6 +317,22 @@ def test_experts_compile_into_one_graph(name, recipe):
     assert all(map(torch.equal, *results))
 
 
+def test_a_class_forward_that_is_replaced_behind_convert_is_called(monkeypatch):
+    model = bfp.convert(family("GptOss"), "mxfp8")
+    experts = experts_of(model)
+    before = model(TOKENS).logits
+    copied = pickle.loads(pickle.dumps(model))
+    monkeypatch.setattr(type(experts).made_of, "forward", lambda self, x, index, weights: x * 0)
+    assert not experts_of(copied)(torch.ones(2, 64), None, None).any()
+    assert not torch.equal(model(TOKENS).logits, before)
+    monkeypatch.undo()
+    assert torch.equal(model(TOKENS).logits, before)
+    layer = transformers.pytorch_utils.Conv1D(32, 64)
+    bfp.convert(layer, "mxfp8")
+    monkeypatch.setattr(transformers.pytorch_utils.Conv1D, "forward", lambda self, x: -x)
+    assert torch.equal(layer(torch.ones(2, 64)), -torch.ones(2, 64))
+
+
 def refused(case):
     model = family("GptOss")
     experts = experts_of(model)
