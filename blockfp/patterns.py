@@ -9,8 +9,10 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -76,6 +78,18 @@ def ends(blocks: str, count: int, start: int, end: int) -> list[str]:
 PATHS = {"path", "fqn", "name", "fullname", "full_name", "qualname", "key", "module_name", "layer_name", "module_path", "n"}
 MODULES = {"module", "mod", "layer", "submodule", "child", "leaf", "param", "parameter", "array", "value", "linear", "m"}
 """Names that functions give to a layer's path, and to the layer; a leaf of a tree is one too."""
+
+
+def takes_filter(function: Callable[P, T]) -> Callable[P, T]:
+    """Makes a function that takes filter_fn name it where it is called with `filter=`."""
+
+    @wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> T:
+        if "filter" in options:
+            raise TypeError(f"{function.__name__}() takes filter_fn=, a function of path and layer, and no filter=")
+        return function(*args, **options)
+
+    return call
 
 
 def path_first(filter_fn: Callable[..., Any]) -> Callable[[str, Any], Any]:

@@ -182,8 +182,8 @@ uneven weights don't have.
 """
 
 
-def ddp_models() -> list[DistributedDataParallel]:
-    """Finds all DistributedDataParallel models of this process, of which torch keeps no list.
+def _instances(kind: type) -> list[Any]:
+    """Finds all instances of a class in this process, of which torch keeps no list.
 
     They refer to their class. (A list of all objects, `gc.get_objects`, would hold the tuples that other threads are still
     making, which Python doesn't survive.)
@@ -192,9 +192,14 @@ def ddp_models() -> list[DistributedDataParallel]:
     def with_subclasses(kind: type) -> list[type]:
         return [kind, *(each for below in kind.__subclasses__() for each in with_subclasses(below))]
 
-    found = gc.get_referrers(*with_subclasses(DistributedDataParallel))
+    found = gc.get_referrers(*with_subclasses(kind))
     # The type itself: what stands in for another object may do anything where it is asked for its class.
-    return [thing for thing in found if issubclass(type(thing), DistributedDataParallel)]
+    return [thing for thing in found if issubclass(type(thing), kind)]
+
+
+def ddp_models() -> list[DistributedDataParallel]:
+    """Finds all DistributedDataParallel models of this process."""
+    return _instances(DistributedDataParallel)
 
 
 def holder_of(param: Tensor) -> str | None:
@@ -206,6 +211,11 @@ def holder_of(param: Tensor) -> str | None:
     """
     if getattr(param, "_fsdp_flattened", False):
         return "a FullyShardedDataParallel"
+    zero: Any = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
+    if zero is not None and param.untyped_storage().nbytes() > param.nbytes:
+        # It sends memory of several parameters at once, in which this one would lie no more.
+        if any(one is param for held in _instances(zero) for group in held.param_groups for one in group["params"]):
+            return "a ZeroRedundancyOptimizer with parameters_as_bucket_view=True"
     if weakref.getweakrefs(param):
         return "a weak reference (torch.compile's, say)"
     if param._use_count() == 1:

@@ -32,6 +32,7 @@ _traced_with = jax.make_user_context()
 """What a model is traced with: `linen.jit` keeps programs for a module's class and fields, which don't say that."""
 
 
+@patterns.takes_filter
 def convert(model: Any, recipe: Recipe | str | ByPath, filter_fn: Filter | None = None, *, rngs: nnx.Rngs | None = None) -> Any:
     """Makes the kernels of a model's dense layers quantized ones, and its products those of the recipe.
 

@@ -32,6 +32,7 @@ def is_matrix(path: str, leaf: Any) -> bool:
     return getattr(getattr(leaf, "dtype", None), "name", None) in (*DTYPES, "float64") and leaf.ndim >= 2
 
 
+@patterns.takes_filter
 def quantize_params(tree: Any, recipe: Recipe | str | ByPath, *, filter_fn: Filter = is_matrix) -> Any:
     """Quantizes a tree's weights in a recipe's weight format.
 

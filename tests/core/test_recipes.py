@@ -331,3 +331,22 @@ def test_an_error_of_a_filter_says_how_it_was_called():
     assert raised.value.__notes__ == ["filter_fn, called with path and layer, raised this for 'layers.0.up'"]
     with pytest.raises(TypeError, match="filter_fn must be a function of a layer's path and of the layer, got 'head'"):
         patterns.select("head", LAYERS)
+
+
+def test_a_misspelt_recipe_is_told_its_neighbours():
+    with pytest.raises(ValueError, match=r"recipe 'mxpf8' is not known; did you mean 'mxfp8'( or '\w+')?\? Or choose one of fp8_"):
+        recipes.parse("mxpf8")
+    with pytest.raises(ValueError, match="recipe 'int4' is not known; choose one of fp8_delayed"):
+        recipes.parse("int4")
+
+
+def test_filter_is_told_its_name():
+    @patterns.takes_filter
+    def convert(model, *, filter_fn=None):
+        return filter_fn
+
+    assert convert(1, filter_fn=2) == 2
+    with pytest.raises(TypeError, match=r"convert\(\) takes filter_fn=, a function of path and layer, and no filter="):
+        convert(1, filter=2)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'filters'"):
+        convert(1, filters=2)

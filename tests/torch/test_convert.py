@@ -109,6 +109,8 @@ def test_a_filter_may_be_torchaos():
 
 
 def test_a_filter_is_a_function():
+    with pytest.raises(TypeError, match=r"convert\(\) takes filter_fn="):
+        bfp.convert(Model(), "mxfp8", filter=lambda path, layer: True)
     with pytest.raises(TypeError, match="filter_fn must be a function of a layer's path and of the layer, got 'head'"):
         bfp.convert(Model(), "mxfp8", filter_fn="head")
 

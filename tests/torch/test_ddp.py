@@ -104,6 +104,11 @@ def _wrapped_before(rank):
                         bfp.convert(part, "mxfp8", weights=weights)
             assert type(model[0]) is nn.Linear
             wrapped(torch.ones(2, 64)).sum().backward()
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    divided = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, parameters_as_bucket_view=True)
+    with pytest.raises(ValueError, match="held by a ZeroRedundancyOptimizer with parameters_as_bucket_view=True.*convert the model"):
+        bfp.convert(model, "mxfp8")
+    del divided
     layer = bfp.Linear(64, 64, recipe="mxfp8")
     wrapped = DistributedDataParallel(layer)
     with pytest.raises(ValueError, match="is held by a DistributedDataParallel.*call parallelize first"):

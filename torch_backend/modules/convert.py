@@ -40,6 +40,7 @@ class _Chosen(NamedTuple):
     kind: Kind
 
 
+@patterns.takes_filter
 def convert(
     model: nn.Module,
     recipe: Recipe | str | ByPath,
@@ -262,7 +263,7 @@ def _warn(done: Summary, tied: dict[str, str]) -> None:
             f"blockfp.torch.convert left layers in high precision whose weight another module shares: {each}. Nothing is to be "
             f"done where that is meant; filter_fn=lambda path, layer: path not in {sorted(tied)} says so.",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     if done.unasked > done.in_matrices / 10:
         most = sorted((left for left in done.left if left.unasked), key=lambda left: -left.parameters)
@@ -275,5 +276,5 @@ def _warn(done: Summary, tied: dict[str, str]) -> None:
             "Conv1D, and experts of transformers and torchtitan. Other experts can be held by bfp.GroupedLinear, or by a layer "
             "for each.",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,
         )

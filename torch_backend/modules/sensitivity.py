@@ -33,6 +33,7 @@ from .transposed_linear import TransposedLinear
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
+@patterns.takes_filter
 def sensitivity(
     model: nn.Module,
     batches: Iterable[Any],
