@@ -218,10 +218,11 @@ def holder_of(param: Tensor) -> str | None:
             return "a ZeroRedundancyOptimizer with parameters_as_bucket_view=True"
     if weakref.getweakrefs(param):
         return "a weak reference (torch.compile's, say)"
-    if param._use_count() == 1:
+    use_count: Callable[[], int] = param._use_count  # pyright: ignore[reportAttributeAccessIssue]
+    if use_count() == 1:
         return None
     node = torch.autograd.graph.get_gradient_edge(param).node if param.is_leaf and param.requires_grad else None
-    if param._use_count() == 2 and node is not None:
+    if use_count() == 2 and node is not None:
         handle: Any = node.register_hook(lambda *_: None)
         hooks = len(handle.hooks_dict_ref())
         handle.remove()

@@ -95,8 +95,8 @@ _FORWARD = MultiheadAttention.forward
 def attention_of_norm(attention: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:
     """Returns attention(norm(x)), with the same bits whichever way it goes; `attention` is of any class."""
     # A wrapper around it is another class; compiled by itself it is called.
-    own = type(attention) is MultiheadAttention and MultiheadAttention.forward is _FORWARD
-    if own and attention._compiled_call_impl is None:
+    replaced = MultiheadAttention.forward is not _FORWARD
+    if type(attention) is MultiheadAttention and not replaced and attention._compiled_call_impl is None:
         projected = None if watched(attention) else fused_norm_product(norm, attention.qkv, x)
         if projected is not None:
             return attention.out(attention._attend(projected))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -53,7 +55,8 @@ def copied_key(key: Tensor, number: int) -> Tensor:
         key: the layer's own.
         number: of the copy, from 1.
     """
-    return fold_in(fold_in(key, _COPIED), number).to(torch.int64) & 0xFFFFFFFF
+    folded: Any = fold_in(fold_in(key, _COPIED), number)
+    return folded.to(torch.int64) & 0xFFFFFFFF
 
 
 def data_rank(sharded: int) -> int:
