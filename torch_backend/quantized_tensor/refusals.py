@@ -38,10 +38,10 @@ CALL_THE_LAYER = "call the layer itself, or blockfp.torch.linear(x, weight, reci
 _PEFT = "PEFT's LoRA: give blockfp.torch_backend.integrations.peft.register its config"
 
 READERS_OF_LAYERS = (
-    "torch modules that read the weights of their layers (torch.nn.MultiheadAttention, the fused path of "
-    "torch.nn.TransformerEncoderLayer in evaluation): leave these layers as they are, or let blockfp.torch.convert convert that "
-    "module, not its layers alone",
-    "losses that read the weight of the head (TRL, Liger): leave the head out of convert: "
+    "a torch module reads the weights of its layers (torch.nn.MultiheadAttention, the fused path of "
+    "torch.nn.TransformerEncoderLayer in evaluation): leave them as they are, or let blockfp.torch.convert convert that module, "
+    "not its layers alone",
+    "a loss reads the weight of the head (TRL, Liger): leave the head out of convert: "
     "filter_fn=lambda path, layer: path != 'lm_head'",
 )
 
@@ -89,7 +89,8 @@ def refusal(func: Any) -> NotImplementedError:
     if func in _STACKS:
         return refused(func, "blocks of several tensors are not those of one", "join what dequantize() gives", _STACKS_OF_WEIGHTS)
     if is_mutable(func):
-        return refused(func, "it writes values", "blockfp.torch.AdamW and Adam update quantized weights", _WRITERS)
+        steps = "use blockfp.torch.AdamW, or load_high_precision_(parameter, values)"
+        return refused(func, "it writes values", steps, _WRITERS)
     return refused(func, "it needs values", "call dequantize() first", _READERS)
 
 
