@@ -209,12 +209,16 @@ def parse(recipe: Recipe | str) -> Recipe:
     if not isinstance(recipe, str):
         raise TypeError(f"recipe must be a Recipe or its name, got {type(recipe).__name__}: {recipe!r}")
     if recipe not in RECIPES:
+        import difflib
+
+        near = difflib.get_close_matches(recipe[:100], RECIPES, n=2)
+        choose = f"did you mean {' or '.join(map(repr, near))}? Or choose" if near else "choose"
         hint = ""
         if recipe in NAMES:
             hint = f"; it is a format, for which recipes.qat({recipe!r}) fine-tunes"
         elif recipe.startswith("qat("):
             hint = "; give the Recipe that recipes.qat(..) returns"
-        raise ValueError(f"recipe {recipe!r} is not known; choose one of {', '.join(RECIPES)}{hint}")
+        raise ValueError(f"recipe {recipe!r} is not known; {choose} one of {', '.join(RECIPES)}{hint}")
     return _NAMED[recipe]
 
 

@@ -42,10 +42,11 @@ def pytest_runtest_setup():
     random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
-    told = sys.modules.get("blockfp.torch_backend.linear.operand_plans")
-    if told is not None:
-        told._told.clear()
-        told._rank_plan.cache_clear()
+    for name in ("linear.operand_plans", "optimizer.adamw"):
+        if (told := sys.modules.get(f"blockfp.torch_backend.{name}")) is not None:
+            told._told.clear()
+    if (plans := sys.modules.get("blockfp.torch_backend.linear.operand_plans")) is not None:
+        plans._rank_plan.cache_clear()
 
 
 @pytest.fixture(params=["kernels", "definition"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import operator
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
@@ -110,6 +111,7 @@ current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 DelayedError: Any = torch._C._functions.DelayedError  # pyright: ignore[reportAttributeAccessIssue]
 """A node that raises when it is differentiated. `once_differentiable` makes the same one, without a reason of our own."""
 
+
 unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
 """Another shape of a new tensor, which is then no view; torch's own `linear` ends in it. FSDP2 warns of views."""
 
@@ -180,8 +182,8 @@ uneven weights don't have.
 """
 
 
-def ddp_models() -> list[DistributedDataParallel]:
-    """Finds all DistributedDataParallel models of this process, of which torch keeps no list.
+def _instances(kind: type) -> list[Any]:
+    """Finds all instances of a class in this process, of which torch keeps no list.
 
     They refer to their class. (A list of all objects, `gc.get_objects`, would hold the tuples that other threads are still
     making, which Python doesn't survive.)
@@ -190,9 +192,45 @@ def ddp_models() -> list[DistributedDataParallel]:
     def with_subclasses(kind: type) -> list[type]:
         return [kind, *(each for below in kind.__subclasses__() for each in with_subclasses(below))]
 
-    found = gc.get_referrers(*with_subclasses(DistributedDataParallel))
+    found = gc.get_referrers(*with_subclasses(kind))
     # The type itself: what stands in for another object may do anything where it is asked for its class.
-    return [thing for thing in found if issubclass(type(thing), DistributedDataParallel)]
+    return [thing for thing in found if issubclass(type(thing), kind)]
+
+
+def ddp_models() -> list[DistributedDataParallel]:
+    """Finds all DistributedDataParallel models of this process."""
+    return _instances(DistributedDataParallel)
+
+
+def holder_of(param: Tensor) -> str | None:
+    """Says what holds a parameter beside Python, so that it can't become another tensor; None where nothing does.
+
+    `torch.utils.swap_tensors` asks torch's private count of references, too. Where a graph alone holds the node that
+    accumulates the gradient it goes on, and has later backwards through that graph raise. Whoever waits for that node's hooks
+    (Horovod, DeepSpeed, Megatron) would wait for ever: a handle knows the others.
+    """
+    if getattr(param, "_fsdp_flattened", False):
+        return "a FullyShardedDataParallel"
+    zero: Any = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
+    if zero is not None and param.untyped_storage().nbytes() > param.nbytes:
+        # It sends memory of several parameters at once, in which this one would lie no more.
+        if any(one is param for held in _instances(zero) for group in held.param_groups for one in group["params"]):
+            return "a ZeroRedundancyOptimizer with parameters_as_bucket_view=True"
+    if weakref.getweakrefs(param):
+        return "a weak reference (torch.compile's, say)"
+    use_count: Callable[[], int] = param._use_count  # pyright: ignore[reportAttributeAccessIssue]
+    if use_count() == 1:
+        return None
+    node = torch.autograd.graph.get_gradient_edge(param).node if param.is_leaf and param.requires_grad else None
+    if use_count() == 2 and node is not None:
+        handle: Any = node.register_hook(lambda *_: None)
+        hooks = len(handle.hooks_dict_ref())
+        handle.remove()
+        return "hooks on the accumulation of its gradient (Horovod's, DeepSpeed's, Megatron's)" if hooks > 1 else None
+    replicated = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if replicated and any(one is param for model in ddp_models() for one in model.parameters()):
+        return "a DistributedDataParallel"
+    return "a result of the model that waits for its backward (`del loss`), or a view of it"
 
 
 def renew_ddp_buffers() -> None:

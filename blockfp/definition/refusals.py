@@ -11,13 +11,20 @@ class NoValues:
     Equality is among it: arrays can have the same codes, or the same values. `is` and hashing go by identity.
     """
 
-    _remedy: ClassVar[str] = "q.dequantize() gives values"
+    _hints: ClassVar[tuple[str, ...]] = ()
+    """Notes of its errors: what else gets people where they wanted, a line each."""
 
     # NumPy's operators give way to the ones below, and its functions raise.
     __array_ufunc__ = None
 
+    def _refusal(self, what: str) -> TypeError:
+        error = TypeError(f"{what}: q.dequantize() gives values")
+        for hint in self._hints:
+            error.add_note(hint)
+        return error
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NoReturn:
-        raise TypeError(f"a QuantizedArray is no array of values, and its codes are none: {self._remedy}")
+        raise self._refusal("a QuantizedArray is no array of values, and its codes are none")
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -32,13 +39,13 @@ class NoValues:
     __hash__ = object.__hash__
 
     def __bool__(self) -> NoReturn:
-        raise TypeError(f"the truth of a QuantizedArray is not defined: ask `is None`, or its values: {self._remedy}")
+        raise self._refusal("the truth of a QuantizedArray is not defined: ask `is None`, or its values")
 
     def __getitem__(self, index: Any) -> NoReturn:
-        raise TypeError(f"a QuantizedArray can't be indexed, because codes and scales have other axes: {self._remedy}")
+        raise self._refusal("a QuantizedArray can't be indexed, because codes and scales have other axes")
 
     def _refuse(self, other: Any = None) -> NoReturn:
-        raise TypeError(f"codes of a QuantizedArray can't be calculated with: {self._remedy}")
+        raise self._refusal("codes of a QuantizedArray can't be calculated with")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = _refuse
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _refuse

@@ -77,9 +77,10 @@ class QuantizedArray(BlockScaledArray):
     # leaf, so that arrays that were made under jit have the structure of others.
     _watched: tuple[jax.Array, Watch] | None = None
 
-    _remedy: ClassVar[str] = (
-        "q.dequantize() gives values, blockfp.jax.linear multiplies by a quantized weight, and blockfp.jax.with_masters makes "
-        "optax's optimizers take quantized parameters; jax.tree.map(lambda part: part[i], q) is one array of a stack"
+    _hints: ClassVar[tuple[str, ...]] = (
+        "blockfp.jax.linear multiplies by a quantized weight",
+        "blockfp.jax.with_masters makes optax's optimizers take quantized parameters",
+        "jax.tree.map(lambda part: part[i], q) is one array of a stack",
     )
 
     def __post_init__(self):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import linen, nnx
 from jax import lax
 
-from blockfp import recipes
+from blockfp import patterns, recipes
 from blockfp.recipes import ByPath, Recipe
 
 from ..arrays.array import is_quantized
@@ -32,6 +32,7 @@ _traced_with = jax.make_user_context()
 """What a model is traced with: `linen.jit` keeps programs for a module's class and fields, which don't say that."""
 
 
+@patterns.takes_filter
 def convert(model: Any, recipe: Recipe | str | ByPath, filter_fn: Filter | None = None, *, rngs: nnx.Rngs | None = None) -> Any:
     """Makes the kernels of a model's dense layers quantized ones, and its products those of the recipe.
 
@@ -43,7 +44,8 @@ def convert(model: Any, recipe: Recipe | str | ByPath, filter_fn: Filter | None 
         model: of nnx, or of linen and not bound yet.
         recipe: a `Recipe`, its name, or a function from a layer's path ("layers.0.up") to one of these, or to None for a layer
             that stays as it is; or a mapping of patterns of paths to these (`recipes.ByPath`).
-        filter_fn: called with path and layer; False leaves the layer as it is.
+        filter_fn: called with path and layer, or with layer and path where its parameters' names say so; False leaves the layer
+            as it is.
         rngs: of nnx models whose recipe rounds stochastically: each layer takes a stream of its own. A linen model takes
             `apply(.., rngs={"quantize": key})`.
 
@@ -62,16 +64,19 @@ def convert(model: Any, recipe: Recipe | str | ByPath, filter_fn: Filter | None 
         return Quantized(model, recipe, filter_fn)
     if not isinstance(model, nnx.Module):
         raise TypeError(f"model must be a flax.nnx.Module or a flax.linen.Module, got {type(model).__name__}")
-    chosen, paths = [], []
-    for keys, layer in nnx.iter_modules(model):
-        if type(layer) is nnx.Linear and layer.dot_general is lax.dot_general:
-            paths.append(".".join(map(str, keys)))
-            one = _recipe_of(paths[-1], layer, recipe, filter_fn)
-            if one is not None:
-                _check_stack(paths[-1], layer)
-                _check_alone(paths[-1], (name for name, value in vars(layer).items() if isinstance(value, nnx.Param)))
-                chosen.append((layer, one))
-    _check_found(recipe, paths, chosen, "flax.nnx.Linear")
+    named = [
+        (".".join(map(str, keys)), layer)
+        for keys, layer in nnx.iter_modules(model)
+        if type(layer) is nnx.Linear and layer.dot_general is lax.dot_general
+    ]
+    chosen = []
+    for (path, layer), taken in zip(named, patterns.select(filter_fn, named), strict=True):
+        one = _recipe_of(path, recipe) if taken else None
+        if one is not None:
+            _check_stack(path, layer)
+            _check_alone(path, (name for name, value in vars(layer).items() if isinstance(value, nnx.Param)))
+            chosen.append((layer, one))
+    _check_found(recipe, [path for path, _ in named], chosen, "flax.nnx.Linear")
     if any(_draws(one) for _, one in chosen) is not (rngs is not None):
         raise ValueError(f"rngs = {rngs}: a recipe that rounds stochastically needs one, such as nnx.Rngs(0), any other none")
     for layer, one in chosen:
@@ -165,7 +170,8 @@ def _intercept(
     if layer.dot_general not in (None, lax.dot_general) or layer.dot_general_cls is not None:
         return forward(*args, **options)
     path = ".".join(layer.path)
-    found[path] = one = _recipe_of(path, layer, recipe, filter_fn)
+    taken = filter_fn is None or patterns.path_first(filter_fn)(path, layer)
+    found[path] = one = _recipe_of(path, recipe) if taken else None
     if one is None:
         return forward(*args, **options)
     if not layer.has_variable("params", "kernel"):
@@ -190,8 +196,8 @@ def _unboxed(variable: Any) -> Any:
     return linen.meta.unbox(variable)
 
 
-def _recipe_of(path: str, layer: Any, recipe: Any, filter_fn: Filter | None) -> Recipe | None:
-    one = recipes.resolve(recipe, path) if filter_fn is None or filter_fn(path, layer) else None
+def _recipe_of(path: str, recipe: Any) -> Recipe | None:
+    one = recipes.resolve(recipe, path)
     if one is None or one.weight.format is None:
         return None
     if one.delayed is not None:

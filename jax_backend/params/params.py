@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from blockfp import recipes
+from blockfp import patterns, recipes
 from blockfp.definition.views import DTYPES
 from blockfp.recipes import ByPath, Recipe
 
@@ -21,7 +21,7 @@ from ..implementations.derivatives import straight_through
 from .trees import describe, map_with_path
 
 Filter = Callable[[str, Any], bool]
-"""Called with a leaf's path ("layers.0.up.weight") and the leaf."""
+"""Called with a leaf's path ("layers.0.up.weight") and the leaf; in the other order where its parameters' names say so."""
 
 
 def is_matrix(path: str, leaf: Any) -> bool:
@@ -32,6 +32,7 @@ def is_matrix(path: str, leaf: Any) -> bool:
     return getattr(getattr(leaf, "dtype", None), "name", None) in (*DTYPES, "float64") and leaf.ndim >= 2
 
 
+@patterns.takes_filter
 def quantize_params(tree: Any, recipe: Recipe | str | ByPath, *, filter_fn: Filter = is_matrix) -> Any:
     """Quantizes a tree's weights in a recipe's weight format.
 
@@ -42,7 +43,7 @@ def quantize_params(tree: Any, recipe: Recipe | str | ByPath, *, filter_fn: Filt
         tree: parameters.
         recipe: a `Recipe`, its name, or a function from a weight's path ("layers.0.up.weight") to one of these, or to None for
             one that stays as it is; or a mapping of patterns of paths to these (`recipes.ByPath`).
-        filter_fn: which leaves to quantize, by path and leaf.
+        filter_fn: which leaves to quantize, by path and leaf (`Filter`).
 
     Raises:
         TypeError, ValueError: a leaf can't be quantized; the message names its path. Or filter_fn takes none; or a mapping's
@@ -51,12 +52,14 @@ def quantize_params(tree: Any, recipe: Recipe | str | ByPath, *, filter_fn: Filt
     Example:
         >>> params = bfp.quantize_params(params, "mxfp8", filter_fn=lambda path, leaf: path.endswith("weight"))
     """
-
+    asked: list[tuple[str, Any]] = []
+    map_with_path(lambda path, leaf: None if is_quantized(leaf) else asked.append((path, leaf)), tree)
+    answers = iter(patterns.select(filter_fn, asked))
     weights: list[str] = []
     others: list[str] = []
 
     def convert(path: str, leaf):
-        taken = is_quantized(leaf) or filter_fn(path, leaf)
+        taken = is_quantized(leaf) or next(answers)
         (weights if taken else others).append(path)
         chosen = recipes.resolve(recipe, path) if taken and not is_quantized(leaf) else None
         if chosen is None or chosen.weight.format is None:

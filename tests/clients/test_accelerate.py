@@ -29,18 +29,27 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def net(recipe, weights, dtype=torch.float32):
+def plain_net(dtype=torch.float32):
     torch.manual_seed(0)
-    return bfp.convert(Net().to(dtype), recipe, weights=weights)
+    return Net().to(dtype)
+
+
+def net(recipe, weights, dtype=torch.float32):
+    return bfp.convert(plain_net(dtype), recipe, weights=weights)
+
+
+def reset_accelerate():
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
 
 
 def accelerator(rank, **options):
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState, PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    reset_accelerate()
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -101,6 +110,33 @@ def _trains(rank):
 
 def test_fsdp2_steps_every_parameter_as_without_it():
     gloo.run(2, __file__, "_trains")
+
+
+def _converted_behind_prepare(rank):
+    """One process: the optimizer that accelerate wraps trains what `convert` makes of its model. Two: DDP holds the weights."""
+    from accelerate import Accelerator
+
+    for alone in (True, False):
+        for weights in ("quantized", "high_precision"):
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+            if alone:
+                for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+                    os.environ.pop(name)
+            reset_accelerate()
+            ours = Accelerator(cpu=True)
+            plain = plain_net()
+            model, optimizer = ours.prepare(plain, optimizer_of(plain, weights))
+            if not alone:
+                with pytest.raises(ValueError, match="held by a DistributedDataParallel.*convert the model first"):
+                    bfp.convert(model, "mxfp8", weights=weights)
+                continue
+            bfp.convert(model, "mxfp8", weights=weights)
+            expected = net("mxfp8", weights)
+            assert train(model, optimizer, 0, ours.backward) == train(expected, optimizer_of(expected, weights), 0)
+
+
+def test_convert_behind_prepare():
+    gloo.run(2, __file__, "_converted_behind_prepare")
 
 
 def _efficient_loading(rank):

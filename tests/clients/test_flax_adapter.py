@@ -136,7 +136,8 @@ def test_filters_recipes_by_path_and_what_stays():
     assert sorted(seen) == ["down", "up"]
     assert type(model.up) is QuantizedLinear
     assert type(model.down) is nnx.Linear
-    variables = convert(Linen(), "mxfp8", lambda path, layer: path == "down").init(jax.random.key(0), X)["params"]
+    # In the other order where the parameters' names say so.
+    variables = convert(Linen(), "mxfp8", lambda module, path: path == "down").init(jax.random.key(0), X)["params"]
     assert isinstance(variables["down"]["kernel"], bfp.QuantizedArray)
     assert isinstance(variables["up"]["kernel"], jax.Array)
 

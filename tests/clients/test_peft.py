@@ -133,7 +133,7 @@ def test_the_documented_lines():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: convert_first("nvfp4").merge_and_unload(), r"add_.*weights=\"high_precision\".*load_high_precision_"),
+        (lambda: convert_first("nvfp4").merge_and_unload(), r"(?s)add_.*weights=\"high_precision\".*load_high_precision_"),
         (lambda: get_peft_model(converted(), lora(use_dora=True)), r"dequantize\(\)"),
         (
             lambda: get_peft_model(converted(), LoraConfig(target_modules=TARGETS, init_lora_weights="pissa")),

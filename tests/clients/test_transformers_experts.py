@@ -54,6 +54,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 def test_a_family_trains_as_it_does_unconverted_and_every_parameter_moves(name):
     plain = family(name)
     model = copy.deepcopy(plain)
+    # Built before: parameters stay the same objects.
+    early = bfp.AdamW(model.parameters(), lr=1e-2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         bfp.convert(model, "mxfp8")
@@ -64,7 +66,7 @@ def test_a_family_trains_as_it_does_unconverted_and_every_parameter_moves(name):
     before = {path: value.clone() for path, value in bfp.high_precision_state_dict(model).items()}
     assert before.keys() == plain.state_dict().keys()
     losses = []
-    optimizers = [bfp.AdamW(model.parameters(), lr=1e-2), torch.optim.AdamW(plain.parameters(), lr=1e-2)]
+    optimizers = [early, torch.optim.AdamW(plain.parameters(), lr=1e-2)]
     for _ in range(2):
         for one, optimizer in zip((model, plain), optimizers, strict=True):
             loss = one(TOKENS, labels=TOKENS).loss
@@ -313,6 +315,22 @@ def test_experts_compile_into_one_graph(name, recipe):
         y.backward(y.detach().cos())
         results.append([y, given.grad, *(param.grad for param in one.parameters())])
     assert all(map(torch.equal, *results))
+
+
+def test_a_class_forward_that_is_replaced_behind_convert_is_called(monkeypatch):
+    model = bfp.convert(family("GptOss"), "mxfp8")
+    experts = experts_of(model)
+    before = model(TOKENS).logits
+    copied = pickle.loads(pickle.dumps(model))
+    monkeypatch.setattr(type(experts).made_of, "forward", lambda self, x, index, weights: x * 0)
+    assert not experts_of(copied)(torch.ones(2, 64), None, None).any()
+    assert not torch.equal(model(TOKENS).logits, before)
+    monkeypatch.undo()
+    assert torch.equal(model(TOKENS).logits, before)
+    layer = transformers.pytorch_utils.Conv1D(32, 64)
+    bfp.convert(layer, "mxfp8")
+    monkeypatch.setattr(transformers.pytorch_utils.Conv1D, "forward", lambda self, x: -x)
+    assert torch.equal(layer(torch.ones(2, 64)), -torch.ones(2, 64))
 
 
 def refused(case):

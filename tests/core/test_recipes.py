@@ -1,11 +1,12 @@
 """Recipes: the table, equality, mixed and high precision, functions, and what is refused."""
 
 import copy
+import functools
 import pickle
 
 import pytest
 
-from blockfp import recipes
+from blockfp import patterns, recipes
 from blockfp.recipes import HIGH_PRECISION, Cast
 
 TABLE = {
@@ -251,3 +252,78 @@ def test_a_named_recipe_is_made_once_and_fits_a_linear_layer(name):
     assert recipes.parse(name) is recipes.parse(name)
     assert recipes.for_linear(name) is recipes.parse(name)
     assert recipes.for_linear(recipes.RECIPES[name]()) == recipes.parse(name)
+
+
+class Layer:
+    def __init__(self, width):
+        self.width = width
+
+
+LAYERS = [("layers.0.up", Layer(4)), ("layers.1.up", Layer(8)), ("head", Layer(8))]
+
+
+@pytest.mark.parametrize(
+    "filter_fn",
+    [
+        lambda path, layer: path != "head",
+        lambda module, fqn: fqn != "head",
+        lambda mod, name: name != "head" and mod.width > 1,
+        lambda m, n: n != "head",
+        lambda n, m: n != "head",
+        lambda _, fqn: fqn != "head",
+        lambda mod, _: mod is not LAYERS[2][1],
+        lambda _, layer: layer is not LAYERS[2][1],
+        lambda a, b: a != "head",
+        lambda a, b: b is not LAYERS[2][1],
+        lambda *both: both[0] != "head",
+        functools.partial(lambda module, fqn, skip: fqn not in skip, skip=["head"]),
+        functools.partial(lambda path, layer, skip: path not in skip, skip=["head"]),
+    ],
+)
+def test_a_filter_takes_path_and_layer_in_the_order_that_its_parameters_say(filter_fn):
+    assert patterns.select(filter_fn, LAYERS) == [True, True, False]
+
+
+def test_a_filters_annotation_says_which_is_the_path():
+    def chosen(a, b: str) -> bool:
+        return b != "head"
+
+    assert patterns.select(chosen, LAYERS) == [True, True, False]
+
+
+@pytest.mark.parametrize("filter_fn", [lambda a, b: b != "head", lambda a, b: b not in {"head"}, lambda *both: both[1] != "head"])
+def test_a_filter_that_would_silently_take_all_in_one_order_is_refused(filter_fn):
+    with pytest.raises(TypeError, match=r"called with layer and path, .* would leave some: name its parameters \(path, layer\)"):
+        patterns.select(filter_fn, LAYERS)
+
+
+@pytest.mark.parametrize("filter_fn", [lambda a, b: True, lambda a, b: len(a) < 99, lambda a, b: isinstance(b, Layer), None])
+def test_a_filter_may_take_all(filter_fn):
+    assert patterns.select(filter_fn, LAYERS) == [True] * 3
+
+
+def test_an_error_of_a_filter_says_how_it_was_called():
+    with pytest.raises(AttributeError) as raised:
+        patterns.select(lambda a, b: b.startswith("layers"), LAYERS)
+    assert raised.value.__notes__ == ["filter_fn, called with path and layer, raised this for 'layers.0.up'"]
+    with pytest.raises(TypeError, match="filter_fn must be a function of a layer's path and of the layer, got 'head'"):
+        patterns.select("head", LAYERS)
+
+
+def test_a_misspelt_recipe_is_told_its_neighbours():
+    with pytest.raises(ValueError, match=r"recipe 'mxpf8' is not known; did you mean 'mxfp8'( or '\w+')?\? Or choose one of fp8_"):
+        recipes.parse("mxpf8")
+    with pytest.raises(ValueError, match="recipe 'int4' is not known; choose one of fp8_delayed"):
+        recipes.parse("int4")
+
+
+def test_filter_is_told_its_name():
+    @patterns.takes_filter
+    def convert(model, *, filter_fn=None):
+        return filter_fn
+
+    assert convert(1, filter_fn=2) == 2
+    with pytest.raises(TypeError, match=r"convert\(\) takes filter_fn=, a function of path and layer, and no filter="):
+        convert(1, filter=2)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'filters'"):
+        convert(1, filters=2)

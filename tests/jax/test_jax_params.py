@@ -26,6 +26,13 @@ def only_weights(path, leaf):
     return leaf.ndim >= 2 and not path.endswith("gain")
 
 
+def test_a_filter_of_leaf_and_path_is_asked_so(params):
+    q = bfp.quantize_params(params, "mxfp8", filter_fn=lambda leaf, path: leaf.ndim >= 2 and "gain" not in path)
+    assert_same_tree(q, bfp.quantize_params(params, "mxfp8", filter_fn=only_weights))
+    with pytest.raises(TypeError, match=r"would leave some: name its parameters \(path, layer\)"):
+        bfp.quantize_params(params, "mxfp8", filter_fn=lambda a, b: b not in ("layers.gain",))
+
+
 @BY_FAMILY
 def test_each_matrix_of_a_stack_is_an_array_of_its_own(recipe, params):
     q = bfp.quantize_params(params, recipe, filter_fn=only_weights)

@@ -15,6 +15,7 @@ import blockfp.torch as bfp
 
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "fp8"])
+@pytest.mark.filterwarnings("ignore:two optimizers that round")
 def test_state_goes_through_a_state_dict_unchanged(moments, tmp_path):
     params, others = mixed(), mixed()
     optimizer = bfp.AdamW(params, lr=1e-2, moments=moments, key=3)

@@ -153,11 +153,16 @@ def test_a_state_dict_is_plain_tensors_and_shares_memory(tmp_path):
         assert_is_part_of(other, None, model, None)
 
 
-def test_assigning_makes_new_parameters():
+def test_assigning_takes_memory_and_keeps_parameters():
     model, other = model_of("mxfp4_e2m1", SHAPES), model_of("mxfp4_e2m1", SHAPES, seed=50)
-    state = model.state_dict()
+    state, weight = model.state_dict(), other[0].weight
+    held = weight.view_as(weight)
+    with pytest.raises(ValueError, match=r"0\.weight is held by a result .*assign=False"):
+        other.load_state_dict(state, assign=True)
+    del held
     other.load_state_dict(state, assign=True)
-    assert other[0].weight.codes.data_ptr() == state["0.weight_codes"].data_ptr()
+    assert other[0].weight is weight
+    assert weight.codes.data_ptr() == state["0.weight_codes"].data_ptr()
     assert_is_part_of(other, None, model, None)
 
 

@@ -97,6 +97,32 @@ def test_what_cannot_be_converted(model, recipe, error, message):
         bfp.convert(model, recipe)
 
 
+def test_a_filter_may_be_torchaos():
+    """torchao calls it with module and name; by (path, layer) it would compare the layer with a string, and leave nothing."""
+    model = bfp.convert(Model(), "mxfp8", lambda mod, fqn: isinstance(mod, nn.Linear) and fqn != "head")
+    assert type(model.head) is nn.Linear
+    assert isinstance(model.layers[0][0], bfp.Linear)
+    with pytest.raises(TypeError, match=r"name its parameters \(path, layer\), or \(module, fqn\)"):
+        bfp.convert(Model(), "mxfp8", lambda a, b: b != "head")
+    table = bfp.sensitivity(Model().layers[0], [torch.randn(4, 32)], ["mxfp8"], filter_fn=lambda mod, fqn: fqn == "0")
+    assert [row.path for row in table.layers] == ["0"]
+
+
 def test_a_filter_is_a_function():
+    with pytest.raises(TypeError, match=r"convert\(\) takes filter_fn="):
+        bfp.convert(Model(), "mxfp8", filter=lambda path, layer: True)
     with pytest.raises(TypeError, match="filter_fn must be a function of a layer's path and of the layer, got 'head'"):
         bfp.convert(Model(), "mxfp8", filter_fn="head")
+
+
+def test_paths_have_no_names_of_wrappers():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = Model()
+    model.layers[0] = checkpoint_wrapper(model.layers[0])
+    seen = []
+    bfp.convert(
+        torch.compile(model, backend="eager"), {r"^layers\.0\.0$": "mxfp8", "": "nvfp4"}, lambda path, _: not seen.append(path)
+    )
+    assert seen == ["layers.0.0", "layers.1.0", "head"]
+    assert [str(layer.recipe) for layer in model.modules() if isinstance(layer, bfp.Linear)] == ["mxfp8", "nvfp4", "nvfp4"]

@@ -6,6 +6,7 @@ import io
 import pickle
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -192,9 +193,12 @@ def test_no_layer_is_changed_where_one_cannot_be_quantized():
     assert type(model[0]) is nn.Linear
 
 
-def test_nothing_keeps_the_old_weight():
+def test_nothing_keeps_the_old_values():
+    values = np.ones((32, 32), np.float32)
     model = nn.Sequential(nn.Linear(32, 32))
-    old = weakref.ref(model[0].weight)
+    model[0].weight = nn.Parameter(torch.from_numpy(values))
+    old = weakref.ref(values)
+    del values
     bfp.convert(model, "mxfp8", keep_init=False)
     gc.collect()
     assert old() is None

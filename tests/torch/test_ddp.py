@@ -1,5 +1,7 @@
 """DistributedDataParallel that others construct, with its own arguments: rank 0's weights to the bit, and one step together.
 
+A model that it has wrapped already is refused.
+
 Also what torch had before fully_shard: FSDP1 and ZeroRedundancyOptimizer.
 """
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -71,6 +74,57 @@ def _trains(rank):
 
 def test_rank_0s_weights_are_everybodys():
     gloo.run(2, __file__, "_trains")
+
+
+def _wrapped_before(rank):
+    from torch.distributed._composable.replicate import replicate
+
+    def on_cpu(model, **options):
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
+
+    def replicated(model):
+        replicate(model)(torch.ones(2, 64))
+        return model
+
+    ways = {
+        "DistributedDataParallel": [
+            DistributedDataParallel,
+            lambda model: nn.Sequential(DistributedDataParallel(model)),
+            replicated,
+        ],
+        "FullyShardedDataParallel": [on_cpu, lambda model: on_cpu(model, use_orig_params=True)],
+    }
+    for name, wrappers in ways.items():
+        for wrap in wrappers:
+            model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 32, bias=False))
+            wrapped = wrap(model)
+            for part in (wrapped, model, model[0]):
+                for weights in ("quantized", "high_precision"):
+                    with pytest.raises(ValueError, match=f"{name}.*convert the model first"):
+                        bfp.convert(part, "mxfp8", weights=weights)
+            assert type(model[0]) is nn.Linear
+            wrapped(torch.ones(2, 64)).sum().backward()
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    divided = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, parameters_as_bucket_view=True)
+    with pytest.raises(ValueError, match="held by a ZeroRedundancyOptimizer with parameters_as_bucket_view=True.*convert the model"):
+        bfp.convert(model, "mxfp8")
+    del divided
+    layer = bfp.Linear(64, 64, recipe="mxfp8")
+    wrapped = DistributedDataParallel(layer)
+    with pytest.raises(ValueError, match="is held by a DistributedDataParallel.*call parallelize first"):
+        bfp.parallelize(layer, init_device_mesh("cpu", (2,)), "column")
+    # One that wraps another model, or none any more, is in nobody's way.
+    other = DistributedDataParallel(nn.Linear(64, 64))
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
+    del wrapped
+    wrapped = DistributedDataParallel(model)
+    del wrapped
+    bfp.convert(model, "mxfp8")
+    assert type(other.module) is nn.Linear
+
+
+def test_a_wrapper_that_holds_the_weights_is_refused():
+    gloo.run(2, __file__, "_wrapped_before")
 
 
 def _older_ways_to_shard(rank):

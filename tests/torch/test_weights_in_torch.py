@@ -272,3 +272,18 @@ def test_layers_of_fake_tensors(recipe, weights):
         y.sum().backward()
     assert type(y) is type(x.grad) is type(made[0].weight.grad) is FakeTensor
     assert made[0].weight.grad.shape == (32, 32)
+
+
+@pytest.mark.parametrize("weights", ["quantized", "high_precision"])
+def test_what_is_refused_is_said_in_150_characters_and_the_rest_in_notes(weights):
+    weight, x = bfp.Linear(64, 64, recipe="mxfp8", weights=weights).weight, torch.ones(4, 64)
+    products = [lambda: weight @ x.T, lambda: x @ weight, lambda: F.linear(x, weight), lambda: weight.detach().numpy()]
+    others = [lambda: weight + 1, lambda: 1 - weight, lambda: weight.sum(), lambda: weight.detach().mul_(2), lambda: weight < 1]
+    stacks = [lambda: torch.stack([weight, weight]), lambda: F.embedding(torch.tensor([1]), weight), lambda: weight.norm()]
+    for act in products + (others + stacks if weights == "quantized" else []):
+        with pytest.raises(NotImplementedError) as raised:
+            act()
+        assert len(str(raised.value)) <= 150
+    with pytest.raises(NotImplementedError, match=r"call the layer itself, or blockfp\.torch\.linear") as raised:
+        F.linear(x, weight)
+    assert any("lm_head" in note for note in raised.value.__notes__)

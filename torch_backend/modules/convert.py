@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from blockfp import recipes
+from blockfp import patterns, recipes
 from blockfp.recipes import ByPath, Compute, Recipe
 
+from ..quantized_tensor.tensor import QuantizedTensor
+from ..weights.held_parameters import become_tensor
 from .experts import Experts
 from .fused_sequential import FusedSequential, sequentials
 from .gated_mlp import fused_class
@@ -25,6 +27,7 @@ from .kinds import (
     router_modules,
     weight_names,
 )
+from .model_names import named_modules
 from .quantized_layer import QuantizedLayer, Weights
 from .summary import Summary, summary, tied_elsewhere
 
@@ -37,6 +40,7 @@ class _Chosen(NamedTuple):
     kind: Kind
 
 
+@patterns.takes_filter
 def convert(
     model: nn.Module,
     recipe: Recipe | str | ByPath,
@@ -50,8 +54,9 @@ def convert(
 
     So are subclasses of `torch.nn.Linear` with its own forward, and transformers' `Conv1D`: they become a class derived from
     `Linear` (for a `Conv1D` from a layer that multiplies so) and from their own. A layer stays the same object: its hooks, its
-    attributes, its bias and whatever refers to it stay, and its weight is a new parameter. `summary` says what was done, and
-    what was left and why.
+    attributes, its bias and whatever refers to it stay. Its weight stays the same parameter too, which is quantized now: an
+    optimizer that holds it trains on as one that is built afterwards, with the state that it has. `summary` says what was done,
+    and what was left and why.
 
     Experts are converted too, where transformers (5) or torchtitan holds those of a layer in 3-D parameters: these keep their
     names and shapes, each expert's rows are a tensor of their own as in `GroupedLinear`, and the module's forward multiplies
@@ -69,34 +74,36 @@ def convert(
     converted layers no longer take torch's fused path in evaluation, which would multiply with the weights itself.
     The layers of PEFT's adapters stay as they are, and so do the routers of transformers and torchtitan, which choose experts.
 
-    Call it before `fully_shard`, before compiling, and before building the optimizer, which must see the new parameters.
+    Call it before `fully_shard`, `DistributedDataParallel` and whatever else takes hold of gradients or memory of parameters:
+    `DistributedDataParallel(convert(model, ..))`, accelerate's `prepare(convert(model, ..))`. A model that such a wrapper holds
+    is refused. So is one of whose results one still waits for its backward. Call it before compiling, too.
 
     Args:
         model: any module, on the meta device too.
-        recipe: a `Recipe`, its name, or a function from the layer's path ("layers.0.up") to one of these, or to None for a
-            layer that stays as it is (`blockfp.recipes.by_operand` makes one of a function that gives formats); or a mapping
+        recipe: a `Recipe`, its name, or a function from the layer's path ("layers.0.up", without the names of torch.compile's
+            and other wrappers) to one of these, or to None for a layer that stays as it is (`blockfp.recipes.by_operand` makes one of a function that gives formats); or a mapping
             of patterns of paths to these, `{"^head$": None, "down": "mxfp8", "": "nvfp4"}`. Patterns are regular expressions,
             of which the first that is found in the path counts; layers where none is stay as they are.
-        filter_fn: called with path and layer (torchao's with layer and path); False leaves the layer as it is.
+        filter_fn: called with path and layer, or with layer and path where its parameters' names say so, as torchao's
+            `(module, fqn)`; False leaves the layer as it is.
         weights, compute, keep_init: see `Linear`.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: model is not a module, or filter_fn no function.
+        TypeError: model is not a module; filter_fn is no function, or it takes every layer by path and layer and would leave
+            some by layer and path, and its parameters' names don't say which it means.
         ValueError: there is nothing to convert, a mapping's pattern is found in no layer that could be converted, the weight of
             a layer that filter_fn chose is shared with a module that is not converted, a layer would lose something
             (parametrizations, weight norm, pruning, hooks of its weight, methods that were put into it), or the model is
-            sharded already. The model is as it was then.
+            sharded already, or its weights are held by a wrapper or a result of it. The model is as it was then.
 
     Example:
         >>> convert(model, "mxfp8", filter_fn=lambda path, layer: path != "head")
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if filter_fn is not None and not callable(filter_fn):
-        raise TypeError(f"filter_fn must be a function of a layer's path and of the layer, got {filter_fn!r}")
     chosen = _chosen(model, recipe, filter_fn)
     tied = _tied(model, chosen, declared=filter_fn is None)
     if tied and filter_fn is not None:
@@ -129,27 +136,26 @@ def convert(
 def _chosen(
     model: nn.Module, recipe: Recipe | str | ByPath, filter_fn: Callable[[str, nn.Module], bool] | None
 ) -> dict[nn.Module, _Chosen]:
-    chosen: dict[nn.Module, _Chosen] = {}
-    paths: list[str] = []
+    candidates: list[tuple[str, nn.Module]] = []
     # What attention multiplies with itself isn't its layers' to quantize, and adapters are what is trained in their stead.
     taken = adapter_layers(model) | {
         child for module in model.modules() if isinstance(module, nn.MultiheadAttention) for child in module.children()
     }
     routers = router_modules(model)
-    for path, module in model.named_modules():
+    kinds: dict[nn.Module, Kind] = {}
+    for path, module in named_modules(model):
         kind = None if module in taken else base_kind(module)
-        if kind is None:
-            continue
-        paths.append(path)
-        if module in routers:
-            continue
-        if filter_fn is not None and not filter_fn(path, module):
-            continue
-        one = recipes.resolve(recipe, path)
+        if kind is not None:
+            candidates.append((path, module))
+            kinds[module] = kind
+    asked = [(path, module) for path, module in candidates if module not in routers]
+    chosen: dict[nn.Module, _Chosen] = {}
+    for (path, module), chooses in zip(asked, patterns.select(filter_fn, asked), strict=True):
+        one = recipes.resolve(recipe, path) if chooses else None
         if one is not None:
-            chosen[module] = _Chosen(path, one, kind)
-    if paths:
-        recipes.check_paths(recipe, paths)
+            chosen[module] = _Chosen(path, one, kinds[module])
+    if candidates:
+        recipes.check_paths(recipe, [path for path, _ in candidates])
     return chosen
 
 
@@ -167,7 +173,7 @@ def _tied(model: nn.Module, chosen: dict[nn.Module, _Chosen], *, declared: bool)
     """
     named = tied_elsewhere(model) if declared else {}
     owners: dict[Tensor, str] = {}
-    for path, module in model.named_modules():
+    for path, module in named_modules(model):
         if module not in chosen:
             for name, param in module.named_parameters(recurse=False):
                 owners.setdefault(param, f"{path}.{name}".lstrip("."))
@@ -210,8 +216,16 @@ def _new_layer(layer: Any, one: _Chosen, options: Any) -> Made:
 
 def _commit(made: dict[nn.Module, Made]) -> None:
     """Turns each layer into the one that was made for it, where it stands: references, hooks and attributes stay."""
+    # Layers that share a weight share the new one, which it becomes once.
+    weights = {
+        layer.get_parameter(name): new.get_parameter(name) for layer, new in made.items() for name in quantized_names(new)
+    }
+    for weight, new in weights.items():
+        become_tensor(weight, new)
+        if isinstance(weight, QuantizedTensor):
+            # No other values than before: a master that an optimizer keeps of it already stays.
+            weight.geometry.loaded = False
     for layer, new in made.items():
-        old = {name: layer.get_parameter(name) for name in quantized_names(new)}
         # A class may set attributes in its own way.
         vars(layer).update({name: value for name, value in vars(new).items() if name not in vars(layer)})
         kind: Any = type(new)
@@ -219,13 +233,6 @@ def _commit(made: dict[nn.Module, Made]) -> None:
         layer._modules.update(new._modules)
         layer._buffers.update(new._buffers)
         layer._non_persistent_buffers_set.update(new._non_persistent_buffers_set)
-        for name, weight in old.items():
-            layer._parameters[name] = taken = new.get_parameter(name)
-            for mark, value in vars(weight).items():
-                # Marks of other libraries, such as that a weight is initialized or takes no weight decay.
-                vars(taken).setdefault(mark, value)
-            if weight.grad is not None and taken.grad is None:
-                taken.grad = weight.grad
         assert isinstance(layer, QuantizedLayer | Experts)
         hooks = dict(layer._state_dict_hooks)
         layer._state_dict_hooks.clear()
@@ -256,7 +263,7 @@ def _warn(done: Summary, tied: dict[str, str]) -> None:
             f"blockfp.torch.convert left layers in high precision whose weight another module shares: {each}. Nothing is to be "
             f"done where that is meant; filter_fn=lambda path, layer: path not in {sorted(tied)} says so.",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     if done.unasked > done.in_matrices / 10:
         most = sorted((left for left in done.left if left.unasked), key=lambda left: -left.parameters)
@@ -269,5 +276,5 @@ def _warn(done: Summary, tied: dict[str, str]) -> None:
             "Conv1D, and experts of transformers and torchtitan. Other experts can be held by bfp.GroupedLinear, or by a layer "
             "for each.",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,
         )

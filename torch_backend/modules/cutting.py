@@ -29,6 +29,7 @@ from ..quantized_tensor.tensor import QuantizedTensor
 from ..sharded.shard import TensorParallelShard
 from ..weights import state_dict
 from ..weights.cast_weight import CastWeight
+from ..weights.held_parameters import check_free, retire
 from .experts import Experts
 from .in_place import become
 from .quantized_layer import QuantizedLayer
@@ -108,6 +109,9 @@ class Cutter:
                 module.parallel, module.data_rank = self._parallel(module, style), 0
             for name in _dims(module, style):
                 setattr(module, name, shared[getattr(module, name)])
+        for parameter, taken in shared.items():
+            if taken is not parameter:
+                retire(parameter)
 
     def _check_splits(self, module: nn.Module, style: Style | None) -> None:
         if self.splits is None or style is None:
@@ -157,6 +161,9 @@ class Cutter:
                 f"a weight is cut or sharded already, as {placements} on {mesh}, and should be ({_placement(dim)},) on "
                 f"{self.mesh}: call parallelize once, and before fully_shard"
             )
+        if mesh is None:
+            remedy = "call parallelize first, or have it let go of the parameter"
+            check_free(parameter, f"a parameter of shape {tuple(parameter.shape)}", remedy)
 
     def _shared(self, parameter: nn.Parameter, dim: int | None) -> nn.Parameter:
         """Makes a whole parameter a DTensor, cut along an axis or replicated."""

@@ -81,6 +81,8 @@ class Experts(InParts):
 
     names: ClassVar[tuple[str, ...]] = ()
     """All names that weights may have in modules that this class knows."""
+    seams: ClassVar[tuple[str, ...]] = ("forward",)
+    """Functions of these modules that this class does the work of."""
 
     biases: dict[str, str | None]
     transposed: bool

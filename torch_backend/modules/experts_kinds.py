@@ -103,6 +103,7 @@ class TitanExperts(Experts):
     """torchtitan's `GroupedExperts`: w1, w3 and w2, [experts, out, in], multiplied in bfloat16."""
 
     names: ClassVar[tuple[str, ...]] = ("w1_EFD", "w3_EFD", "w2_EDF")
+    seams: ClassVar[tuple[str, ...]] = ("forward", "_grouped_mm")
 
     @classmethod
     def knows(cls, other: Any) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..linear.gated_function import Gating
+from .forwards import SEQUENTIAL
 from .gated_mlp import activation_of
 from .gated_product import fused_product
 from .linear import Linear
@@ -20,6 +21,8 @@ class FusedSequential(nn.Sequential):
     """Its modules one after the other, with the same bits; where somebody looks (hooks), each is called."""
 
     def forward(self, input: Any) -> Any:
+        if nn.Sequential.forward is not SEQUENTIAL:
+            return nn.Sequential.forward(self, input)
         modules = list(self)
         place = 0
         while place < len(modules):
@@ -45,7 +48,7 @@ def sequentials(model: nn.Module, made: Container[nn.Module]) -> Iterator[nn.Seq
         made: the layers that `convert` changes.
     """
     for module in model.modules():
-        if type(module) is not nn.Sequential or "forward" in vars(module) or parametrize.is_parametrized(module):
+        if type(module) is not nn.Sequential or nn.Sequential.forward is not SEQUENTIAL or "forward" in vars(module) or parametrize.is_parametrized(module):
             continue
         modules = list(module)
         if any(

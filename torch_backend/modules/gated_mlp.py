@@ -21,7 +21,8 @@ from blockfp.kernels.once import once
 
 from ..custom_ops.activations import Activation, activate
 from ..linear.gated_function import Gating
-from .gated_product import fused_product, has_hooks
+from .forwards import FUNCTIONS, GELU, SILU, watched
+from .gated_product import fused_product
 
 
 def _llama(self, x):
@@ -165,14 +166,16 @@ def parts_of(cls: type[nn.Module]) -> Parts | None:
 
 def activation_of(module: nn.Module) -> Activation | None:
     """Returns the name of the function that a module computes; None where it isn't known, or its calls are seen by hooks."""
-    if "forward" in vars(module) or has_hooks(module):
+    if watched(module) or (F.gelu, F.silu) != FUNCTIONS:
         return None
     if type(module) is nn.SiLU:
-        return None if module.inplace else "silu"
+        return None if module.inplace or nn.SiLU.forward is not SILU else "silu"
     if type(module) is nn.GELU:
+        if nn.GELU.forward is not GELU:
+            return None
         return "gelu_tanh" if module.approximate == "tanh" else "gelu"
     cls: Any = type(module)
-    if cls.__module__ != _TRANSFORMERS or cls.forward.__module__ != _TRANSFORMERS:
+    if cls.__module__ != _TRANSFORMERS or cls.forward.__module__ != _TRANSFORMERS or hasattr(cls.forward, "__wrapped__"):
         return None
     if cls.__name__ == "SiLUActivation":
         return "silu"
@@ -205,13 +208,17 @@ def fused_class(mlp: nn.Module) -> type[FusedMLP] | None:
 class FusedMLP(nn.Module):
     """Base of the classes of `fused_class`: the forward casts what the activation makes as it is made, with the same bits.
 
-    They are pickled, and copied, by the class that they are made of.
+    They are pickled, and copied, by the class that they are made of, and `known` is the forward of that whose work they do.
     """
 
     made_of: ClassVar[type[nn.Module]]
+    known: ClassVar[Any]
     parts: ClassVar[Parts]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor, **options: Any) -> Tensor:
+        if self.made_of.forward is not self.known or len(inputs) != 1 or options or (F.gelu, F.silu) != FUNCTIONS:
+            return self.made_of.forward(self, *inputs, **options)
+        (x,) = inputs
         parts = self.parts
         down, gate, up, act = (None if name is None else self._modules[name] for name in parts[:4])
         assert down is not None
@@ -237,8 +244,8 @@ class FusedMLP(nn.Module):
 
 @once
 def _derived(cls: type[nn.Module]) -> type[FusedMLP]:
-    members: dict[str, Any] = {"made_of": cls, "parts": parts_of(cls), "__module__": cls.__module__}
-    made: Any = type(f"Fused{cls.__name__}", (FusedMLP, cls), members)
+    members: dict[str, Any] = {"made_of": cls, "known": staticmethod(cls.forward), "parts": parts_of(cls)}
+    made: Any = type(f"Fused{cls.__name__}", (FusedMLP, cls), members | {"__module__": cls.__module__})
     return made
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules import module as hooks_of_all
 
 from ..linear.activation_function import activation
 from ..linear.gated import gated, takes
 from ..linear.gated_function import Gating
 from ..linear.pieces import in_pieces
+from .forwards import LINEAR, watched
 from .linear import Linear
+
+QUANTIZED = Linear.forward
+"""The forward of a quantized layer, as it was."""
 
 
 def gated_product(layer: nn.Module, gate: Tensor, up: Tensor | None, gating: Gating) -> Tensor:
@@ -33,23 +36,15 @@ def gated_product(layer: nn.Module, gate: Tensor, up: Tensor | None, gating: Gat
 def fused_product(layer: Any, gate: Tensor, up: Tensor | None, gating: Gating) -> Tensor | None:
     """Returns what `gated_product` does, in one op for activation and cast; None where the layer has to be called for it.
 
-    That is where somebody may want to see its input (hooks), where another module stands in its place, and where
+    That is where somebody may want to see its input (hooks), where another module or forward stands in its place, and where
     `linear.gated.takes` says no.
     """
-    if type(layer).forward is not Linear.forward or layer.parallel is not None or has_hooks(layer) or "forward" in vars(layer):
+    if type(layer).forward is not QUANTIZED or layer.parallel is not None or watched(layer):
+        return None
+    if layer.made_of is not None and layer.made_of.forward is not LINEAR:
         return None
     state = layer.state() if layer.stateful or layer.observed is not None else None
     weight = layer.weight
     if not takes(gate, up, weight, layer.linear_recipe, state):
         return None
     return gated(gate, up, weight, layer.bias, layer.linear_recipe, gating, state=state)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Says whether a call of a module is seen by hooks, its own or those of all modules."""
-    own = (
-        *(module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks),
-        *(hooks_of_all._global_forward_hooks, hooks_of_all._global_forward_pre_hooks),
-        *(hooks_of_all._global_backward_hooks, hooks_of_all._global_backward_pre_hooks),
-    )
-    return any(own)

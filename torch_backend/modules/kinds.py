@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from functools import cache
 from typing import Any
@@ -13,8 +14,10 @@ from torch.nn.utils import parametrize
 
 from blockfp.kernels.once import once
 
+from ..weights.held_parameters import check_free
 from .experts import OWN, PRODUCT, Experts
 from .experts_kinds import KINDS, experts_kind
+from .forwards import LINEAR, forward_of
 from .linear import Linear
 from .quantized_layer import QuantizedLayer
 from .transposed_linear import TransposedLinear
@@ -37,10 +40,10 @@ def base_kind(layer: nn.Module) -> Kind | None:
     """
     if isinstance(layer, QuantizedLayer | NonDynamicallyQuantizableLinear):
         return None
-    if isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward:
+    if isinstance(layer, nn.Linear) and type(layer).forward is LINEAR:
         return Linear
-    conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
-    if conv1d is not None and isinstance(layer, conv1d) and type(layer).forward is conv1d.forward:
+    conv1d: Any = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    if conv1d is not None and isinstance(layer, conv1d) and type(layer).forward is forward_of(conv1d):
         return TransposedLinear
     return experts_kind(layer)
 
@@ -159,7 +162,10 @@ def check_layer(path: str, layer: nn.Module, kind: Kind) -> None:
 
 def _check_weight(where: str, name: str, weight: Any, leave: str) -> None:
     if not isinstance(weight, Tensor):
-        raise ValueError(f"{where} has no parameter named {name}: make it one, {leave}")
+        raise ValueError(
+            f"{where} has no parameter named {name}: make it one (of a FullyShardedDataParallel: convert the model first, and "
+            f"shard it by fully_shard), {leave}"
+        )
     if isinstance(weight, nn.UninitializedParameter):
         raise ValueError(f"{where} has no shape yet: run the model once before it is converted, {leave}")
     if type(weight) is not nn.Parameter:
@@ -169,6 +175,7 @@ def _check_weight(where: str, name: str, weight: Any, leave: str) -> None:
         )
     if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
         raise ValueError(f"the {name} of {where} has hooks, which a new parameter loses: register them after convert, {leave}")
+    check_free(weight, f"the {name} of {where}", f"convert the model first, have it let go of the {name}, {leave}")
 
 
 @cache
@@ -207,6 +214,8 @@ def quantized_class(cls: type[nn.Module], kind: Kind) -> type[QuantizedLayer] | 
 @once
 def _derived(cls: type[nn.Module], kind: Kind) -> type[QuantizedLayer] | type[Experts]:
     members: dict[str, Any] = {"made_of": cls, "__module__": cls.__module__}
+    if not issubclass(kind, Linear):
+        members["forward"] = _following(cls, kind)
     reset: Any = getattr(cls, "reset_parameters", None)
     if reset is not None and reset is not nn.Linear.reset_parameters:
 
@@ -217,6 +226,20 @@ def _derived(cls: type[nn.Module], kind: Kind) -> type[QuantizedLayer] | type[Ex
         members["reset_parameters"] = reset_parameters
     made: Any = type(f"Quantized{cls.__name__}", (Derived, kind, cls), members)
     return made
+
+
+def _following(cls: Any, kind: Any) -> Any:
+    """Makes the forward of a derived class: the kind's, as long as a class has all that this does the work of."""
+    known = {name: getattr(cls, name) for name in (kind.seams if issubclass(kind, Experts) else ("forward",))}
+
+    @functools.wraps(kind.forward)
+    def forward(self: Any, *args: Any, **options: Any) -> Any:
+        for name, function in known.items():
+            if getattr(cls, name) is not function:
+                return cls.forward(self, *args, **options)
+        return kind.forward(self, *args, **options)
+
+    return forward
 
 
 def _rebuild_layer(cls: type[nn.Module]) -> nn.Module:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from blockfp.recipes import Compute, Recipe
 
 from .cutting import Cutter
+from .forwards import LINEAR
 from .quantized_layer import QuantizedLayer, Weights
 
 if TYPE_CHECKING:
@@ -82,6 +83,9 @@ class Linear(QuantizedLayer, nn.Linear):
         return made.take_values(linear)
 
     def forward(self, x: Tensor) -> Tensor:
+        made_of = self.made_of
+        if made_of is not None and made_of.forward is not LINEAR:
+            return made_of.forward(self, x)
         return self.multiply(x)
 
     def extra_repr(self) -> str:

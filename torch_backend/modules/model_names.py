@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ def cleaner(model: nn.Module) -> Callable[[str], str]:
     """Returns a function that takes names in a model, whose modules may be wrapped too, to names in the unwrapped model, as
     checkpoints have them."""
     named = model.named_modules(remove_duplicate=False)
-    wrappers = [f"{path}.module." for path, module in named if isinstance(module, DistributedDataParallel)]
+    wrappers = [f"{path}.module.".removeprefix(".") for path, module in named if isinstance(module, DistributedDataParallel)]
 
     def clean(name: str) -> str:
         # "module" is a name like any other, so it goes only where DDP is: the innermost first, while the others' is there.
@@ -39,6 +39,12 @@ def cleaner(model: nn.Module) -> Callable[[str], str]:
         return name.replace(_COMPILED, "").replace(_RECOMPUTED, "")
 
     return clean
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Gives each module once by its clean path, as `Module.named_modules` does; a wrapper before what it wraps, by its path."""
+    clean = cleaner(model)
+    return ((clean(f"{path}.").removesuffix("."), module) for path, module in model.named_modules())
 
 
 def modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -11,7 +11,7 @@ from blockfp.recipes import Compute, Recipe
 from ..linear.pieces import in_pieces
 from ..quantized_tensor.dtensors import from_local, to_local
 from ..quantized_tensor.sharding import mesh_of
-from .gated_product import has_hooks
+from .forwards import watched
 from .linear import Linear
 from .normed_product import fused_norm_product
 from .quantized_layer import LayerOptions, Weights
@@ -88,11 +88,16 @@ class MultiheadAttention(nn.Module):
         return f"heads={self.heads}{shared}, causal={self.causal}"
 
 
+_FORWARD = MultiheadAttention.forward
+"""As it was."""
+
+
 def attention_of_norm(attention: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:
     """Returns attention(norm(x)), with the same bits whichever way it goes; `attention` is of any class."""
     # A wrapper around it is another class; compiled by itself it is called.
-    if type(attention) is MultiheadAttention and "forward" not in vars(attention) and attention._compiled_call_impl is None:
-        projected = None if has_hooks(attention) else fused_norm_product(norm, attention.qkv, x)
+    replaced = MultiheadAttention.forward is not _FORWARD
+    if type(attention) is MultiheadAttention and not replaced and attention._compiled_call_impl is None:
+        projected = None if watched(attention) else fused_norm_product(norm, attention.qkv, x)
         if projected is not None:
             return attention.out(attention._attend(projected))
     return attention(norm(x))

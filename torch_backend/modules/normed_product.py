@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..linear.normed import cast_of, normed
-from .gated_product import has_hooks
-from .linear import Linear
+from .forwards import LINEAR, RMS_NORM, watched
+from .gated_product import QUANTIZED
 
 
 def fused_norm_product(norm: nn.Module, layer: Any, x: Tensor) -> Tensor | None:
@@ -18,9 +18,11 @@ def fused_norm_product(norm: nn.Module, layer: Any, x: Tensor) -> Tensor | None:
     That is off a GPU and while a compiler traces, where somebody may want to see what the norm makes (hooks), where another
     module stands in the place of either, and where `linear.normed` says no.
     """
-    if type(norm) is not nn.RMSNorm or type(x) is not Tensor or not x.is_cuda or torch.compiler.is_compiling():
+    if type(norm) is not nn.RMSNorm or nn.RMSNorm.forward is not RMS_NORM or type(x) is not Tensor or not x.is_cuda or torch.compiler.is_compiling():
         return None
-    if type(layer).forward is not Linear.forward or layer.parallel is not None or norm.normalized_shape != x.shape[-1:]:
+    if type(layer).forward is not QUANTIZED or layer.parallel is not None or norm.normalized_shape != x.shape[-1:]:
+        return None
+    if layer.made_of is not None and layer.made_of.forward is not LINEAR:
         return None
     # As attributes of a module, parameters cost a Python call each. Parametrizations put others in their place.
     norm_weight, own = norm._parameters.get("weight"), layer._parameters
@@ -30,7 +32,7 @@ def fused_norm_product(norm: nn.Module, layer: Any, x: Tensor) -> Tensor | None:
     # PyTorch's own default, of the dtype that it computes in.
     eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
     cast = cast_of(x, norm_weight, eps, weight, layer.linear_recipe)
-    if cast is None or has_hooks(norm) or has_hooks(layer) or "forward" in vars(norm) or "forward" in vars(layer):
+    if cast is None or watched(norm) or watched(layer):
         return None
     state = layer.state() if layer.stateful or layer.observed is not None else None
     return normed(x, norm_weight, eps, cast, weight, bias, layer.linear_recipe, state=state)

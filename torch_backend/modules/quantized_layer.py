@@ -46,9 +46,11 @@ class QuantizedLayer(InParts, StatefulLayer):
             FSDP2 on the shard before each gather.
         keep_init: whether original values are kept, on the CPU, until an optimizer takes them as its master weights.
         transposed: whether the weight lies [in, out] instead.
+        made_of: the class that `convert` has derived this layer's from; or None.
     """
 
     transposed: ClassVar[bool] = False
+    made_of: ClassVar[type[nn.Module] | None] = None
 
     bias: nn.Parameter | None
     weights: Weights

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from blockfp import patterns
 from blockfp import recipes as known
 from blockfp.recipes import Cast, Recipe
 
@@ -24,6 +25,7 @@ from .convert import convertible
 from .experts import Experts
 from .kinds import base_kind
 from .linear import Linear
+from .model_names import named_modules
 from .quantized_layer import QuantizedLayer
 from .sensitivity_table import LayerSensitivity, Sensitivity
 from .transposed_linear import TransposedLinear
@@ -31,6 +33,7 @@ from .transposed_linear import TransposedLinear
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
+@patterns.takes_filter
 def sensitivity(
     model: nn.Module,
     batches: Iterable[Any],
@@ -57,7 +60,7 @@ def sensitivity(
         batches: what the model takes: a tensor, a tuple of its arguments, or a dictionary of them; with a loss, what it takes.
         recipes: recipes or their names.
         loss: a function of model and batch that returns a scalar. Without one nothing is said of changes and gradients.
-        filter_fn: called with path and layer; False leaves the layer out, of plans too.
+        filter_fn: as for `convert`; False leaves the layer out, of plans too.
 
     Returns:
         The table, whose `plan` says which layers to keep in higher precision.
@@ -103,7 +106,7 @@ def sensitivity(
                                 changes.append(_scalar(forward(model, batch)).item() - before)
                 change = math.fsum(changes) / len(changes) if changes else None
                 rows.append(layer.row(recipe, change))
-    left = [path for path, module in model.named_modules() if _is_left(module)]
+    left = [path for path, module in named_modules(model) if _is_left(module)]
     mean = None if loss is None else math.fsum(base) / len(base)
     return Sensitivity(tuple(rows), mean, tuple(left), tuple(_excluded(model, filter_fn)))
 
@@ -170,12 +173,12 @@ class _Measured:
 
 def _layers(model: nn.Module, filter_fn: Callable[[str, nn.Module], bool] | None) -> list[_Measured]:
     plain = convertible(model, filter_fn)
+    quantized = [(path, module) for path, module in named_modules(model) if isinstance(module, Linear | TransposedLinear)]
+    taken = {module for (_, module), chosen in zip(quantized, patterns.select(filter_fn, quantized), strict=True) if chosen}
+    taken |= {module for module in plain if base_kind(module) in (Linear, TransposedLinear)}
     found = []
-    for path, module in model.named_modules():
-        if isinstance(module, Linear | TransposedLinear):
-            if filter_fn is not None and not filter_fn(path, module):
-                continue
-        elif module not in plain or base_kind(module) not in (Linear, TransposedLinear):
+    for path, module in named_modules(model):
+        if module not in taken:
             continue
         weight: Any = module.weight
         if sharding.mesh_of(weight) is not None or (isinstance(weight, CastWeight) and weight.cut is not None):
@@ -196,7 +199,8 @@ def _excluded(model: nn.Module, filter_fn: Callable[[str, nn.Module], bool] | No
         return []
     # A plan of a model that is quantized already goes to set_recipe, which knows quantized layers alone.
     taken = {module for module in model.modules() if isinstance(module, Experts | QuantizedLayer)} or convertible(model)
-    return [path for path, module in model.named_modules() if module in taken and not filter_fn(path, module)]
+    named = [(path, module) for path, module in named_modules(model) if module in taken]
+    return [path for (path, _), chosen in zip(named, patterns.select(filter_fn, named), strict=True) if not chosen]
 
 
 def _is_left(module: nn.Module) -> bool:

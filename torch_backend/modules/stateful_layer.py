@@ -23,6 +23,7 @@ from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import data_rank, random_key
 from ..torch_internals import mark_static_address
 from ..weights.cast_weight import CastWeight
+from .copied_keys import note_copied
 
 
 class StatefulLayer(RecipeLayer):
@@ -55,6 +56,8 @@ class StatefulLayer(RecipeLayer):
         # Worked out again, not read: a pickle of another version may lack it.
         self.linear_recipe = recipes.for_linear(self.recipe, self.compute)
         self.announce()
+        if self._stochastic:
+            note_copied(self)
 
     def announce(self) -> None:
         """Registers a layer that was made, copied or unpickled with those that look after its state."""

@@ -18,6 +18,7 @@ from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import QuantizedTensor
 from .experts import Experts
 from .kinds import EMBEDDING, ROUTER, base_kind, bias_names, quantized_names, router_modules, weight_names, why_not
+from .model_names import named_modules
 from .wrapped_optimizers import optimizers_in, state_of
 
 
@@ -177,7 +178,7 @@ def summary(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None 
     optimizers = [] if optimizer is None else optimizers_in(optimizer)
     named, routers = tied_elsewhere(model), router_modules(model)
     owners: dict[Tensor, list[tuple[str, nn.Module]]] = {}
-    for path, module in model.named_modules():
+    for path, module in named_modules(model):
         for name, param in module.named_parameters(recurse=False):
             owners.setdefault(param, []).append((f"{path}.{name}".lstrip("."), module))
     layers, left, others, other_bytes = [], [], 0, 0
@@ -206,7 +207,7 @@ def summary(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None 
 def tied_elsewhere(model: nn.Module) -> dict[str, str]:
     """Maps parameters that a transformers model declares tied, and will tie, to the names they are tied to."""
     found: dict[str, str] = {}
-    for path, module in model.named_modules():
+    for path, module in named_modules(model):
         declared = getattr(module, "all_tied_weights_keys", None)
         if isinstance(declared, dict):
             before = f"{path}." if path else ""

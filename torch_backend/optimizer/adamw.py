@@ -9,6 +9,9 @@ kernels the definition (`definition.adamw`) does the same, with the same bits.
 
 from __future__ import annotations
 
+import threading
+import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
@@ -32,12 +35,16 @@ from ..linear.delayed import check_buffers, update_layers
 from ..quantized_tensor import agreement, sharding
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from ..torch_internals import foreach_add_
-from ..weights.cast_weight import CastWeight
 from . import state_dicts
 from .local_parameter import LocalParameter
 from .optimizer_state import needs_master, new_master, new_moments, renew_master
 from .optimizer_step import carry_out
-from .osci_reset import Windows, new_paths, resets
+from .osci_reset import Windows, check_keeps_codes, new_paths, resets
+
+
+_told: set[tuple[int, int]] = set()
+_turns = threading.local()
+"""Has `last`, a weak reference to the optimizer that took a thread's last step with stochastic rounding."""
 
 
 class _Adam(Optimizer):
@@ -68,6 +75,7 @@ class _Adam(Optimizer):
         self._known: dict[int, LocalParameter] = {}
         self._agreed = False
         self._tables: dict[torch.device, Table] = {}
+        self._find_rounding()
         self.register_state_dict_post_hook(state_dicts.show, prepend=True)
         self.register_load_state_dict_pre_hook(state_dicts.make)
         self.register_load_state_dict_post_hook(state_dicts.take, prepend=True)
@@ -100,12 +108,32 @@ class _Adam(Optimizer):
             # What is no tensor is torch's to refuse; what is frozen may be anything.
             if isinstance(param, Tensor) and param.requires_grad:
                 _check_dtype(name, param, settings["master"])
-                if settings["osci_reset"] is not None and isinstance(sharding.local_of(param), CastWeight):
-                    raise ValueError(
-                        f"parameter {name} of this group, of shape {tuple(param.shape)}, has no codes between two steps, as "
-                        "weights='high_precision' keeps it: give it a group with osci_reset=None"
-                    )
+                if settings["osci_reset"] is not None:
+                    check_keeps_codes(param, f" {name}")
         super().add_param_group(param_group)
+        self._find_rounding()
+
+    def _find_rounding(self) -> None:
+        """Finds out whether steps round stochastically."""
+        settings = [(group["master"], group["moments"]) for group in self.param_groups]
+        self._rounds, self._began = any(one != ("float32", "float32") for one in settings), False
+
+    def _note_turn(self) -> None:
+        """Warns once where optimizers take steps in turn, and round by the same random bits.
+
+        Runs one after the other may: none goes on behind another's first step.
+        """
+        last, key = getattr(_turns, "last", lambda: None)(), tuple(self.param_groups[0].get("key", self.defaults["key"]))
+        if self._began and last is not None and last is not self and not _told:
+            if tuple(last.param_groups[0].get("key", last.defaults["key"])) == key:
+                _told.add(key)
+                warnings.warn(
+                    f"two optimizers that round stochastically have key={key}, and number their parameters from 0 each: they "
+                    "round by the same random bits. Give each a key of its own, the same on every rank, such as key=1",
+                    UserWarning,
+                    stacklevel=4,
+                )
+        _turns.last, self._began = weakref.ref(self), True
 
     @torch.no_grad()
     def make_state(self) -> None:
@@ -141,6 +169,8 @@ class _Adam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._rounds:
+            self._note_turn()
         layers = scale_watch.layers_to_update(self)
         if layers:
             check_buffers(layers)
@@ -198,12 +228,14 @@ class _Adam(Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32, device=on)
             state |= new_moments(one, group["moments"])
         if "master" in state:
-            if isinstance(one.local, QuantizedTensor) and one.local.geometry.loaded:
+            if isinstance(one.local, QuantizedTensor) and (one.local.geometry.loaded or one.local.geometry.initial is not None):
                 renew_master(one, state)
         elif needs_master(one, group["master"]):
             state["master"] = new_master(one)
-        if group["osci_reset"] is not None and resets(one, state):
-            state |= new_paths(one, state)
+        if group["osci_reset"] is not None:
+            check_keeps_codes(one.param)
+            if resets(one, state):
+                state |= new_paths(one, state)
         return state
 
     def _begin(self, group: dict[str, Any], todo: list[LocalParameter], found: Tensor | None, scale: Tensor | None) -> bool:
@@ -241,7 +273,8 @@ class AdamW(_Adam):
             the parameter has kept them (`initial`), else with what it is. None keeps none: the step is rounded stochastically
             to the parameter's own format.
         moments: "float32", or "bfloat16" and "fp8" in less memory, rounded stochastically (`definition.adamw`).
-        key: seed, or two uint32 words, of that rounding; the same on every rank. 0 by default.
+        key: seed, or two uint32 words, of that rounding; the same on every rank. 0 by default. Random bits are a function of
+            key, step and the parameter's number in this optimizer: of several optimizers each needs a key of its own.
         capturable: the step count is kept on the device, and nothing is read back: for CUDA graphs.
         osci_reset: settings of OsciReset (`definition.oscillation`): masters of quantized weights that oscillate between two
             codes are set to what their codes stand for. It keeps two fp32 numbers for each such weight, and in the steps of a

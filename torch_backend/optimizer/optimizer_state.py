@@ -80,10 +80,16 @@ def new_master(one: LocalParameter) -> Tensor:
 
 
 def renew_master(one: LocalParameter, state: dict[str, Tensor]) -> None:
-    """Makes a state's master anew where high-precision values have been loaded into the parameter since."""
-    if "master" in state and isinstance(one.local, QuantizedTensor) and one.local.geometry.loaded:
+    """Makes a state's master anew where high-precision values have been loaded into the parameter since.
+
+    Original values that were not, those of a weight that has become a quantized one since, are its master's, and dropped.
+    """
+    if "master" not in state or not isinstance(one.local, QuantizedTensor):
+        return
+    if one.local.geometry.loaded:
         # In place: a CUDA graph that was captured knows this memory.
         state["master"].copy_(new_master(one))
+    one.local.initial = None
 
 
 def load_moment(one: LocalParameter, state: dict[str, Tensor], which: int) -> Tensor:

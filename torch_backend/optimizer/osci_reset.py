@@ -14,11 +14,22 @@ from torch import Tensor
 from blockfp.definition import oscillation
 from blockfp.definition.oscillation import OsciReset
 
+from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import QuantizedTensor
+from ..weights.cast_weight import CastWeight
 from .local_parameter import LocalParameter
 
 PATHS = ("master_path", "quantized_path")
 """Names of the lengths of a weight's paths in its state, float32, of the master's shape."""
+
+
+def check_keeps_codes(param: Tensor, name: str = "") -> None:
+    """Raises ValueError for a parameter whose codes are made anew for each product."""
+    if isinstance(sharding.local_of(param), CastWeight):
+        raise ValueError(
+            f"parameter{name} of this group, of shape {tuple(param.shape)}, has no codes between two steps, as "
+            "weights='high_precision' keeps it: give it a group with osci_reset=None"
+        )
 
 
 def resets(one: LocalParameter, state: dict[str, Tensor]) -> bool:

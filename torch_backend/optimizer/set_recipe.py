@@ -69,9 +69,8 @@ def set_recipe(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | No
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     optimizers = [] if optimizer is None else optimizers_in(optimizer)
-    plain = model_names.plain_module(model)
-    clean = model_names.cleaner(plain)
-    layers = {clean(f"{path}.")[:-1]: layer for path, layer in plain.named_modules() if isinstance(layer, Layer)}
+    named = model_names.named_modules(model_names.plain_module(model))
+    layers = {path: layer for path, layer in named if isinstance(layer, Layer)}
     if not layers:
         raise ValueError("model holds no quantized layer: use convert(model, recipe) first")
     recipes.check_paths(recipe, layers)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..custom_ops.dtypes import DTYPES
 from ..torch_internals import NO_TORCH_FUNCTION, forbid_pointer, make_wrapper_subclass
-from .refusals import FLAT, refused
+from .refusals import FLAT, FLATTENERS, refused
 
 if TYPE_CHECKING:
     from .tensor import QuantizedTensor
@@ -57,13 +57,13 @@ class Bucket(Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         handler = _TABLE.get(func)
         if handler is None:
-            raise refused(func, "weights laid end to end have no values", FLAT)
+            raise refused(func, "weights laid end to end have no values", FLAT, FLATTENERS)
         return handler(*args, **(kwargs or {}))
 
 
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Bucket:
     if any(tensor.ndim != 1 for tensor in tensors):
-        raise refused(aten.cat.default, "blocks of several tensors are not those of one", FLAT)
+        raise refused(aten.cat.default, "blocks of several tensors are not those of one", FLAT, FLATTENERS)
     pieces = [piece for tensor in tensors for piece in (tensor.pieces if isinstance(tensor, Bucket) else (tensor,))]
     return Bucket([piece.detach().clone() for piece in pieces])
 
@@ -73,7 +73,7 @@ def _view(bucket: Bucket, shape: Sequence[int]) -> Tensor:
     if tuple(shape) in ((-1,), tuple(bucket.shape)):
         return bucket
     if more or tuple(shape) != tuple(piece.shape):
-        raise refused(aten.view.default, f"these are weights of shape {[tuple(p.shape) for p in bucket.pieces]}", FLAT)
+        raise refused(aten.view.default, f"these are weights of shape {[tuple(p.shape) for p in bucket.pieces]}", FLAT, FLATTENERS)
     return piece
 
 
@@ -83,7 +83,7 @@ def _slice(bucket: Bucket, dim: int = 0, start: int | None = None, end: int | No
     spans = zip([0, *ends], ends, bucket.pieces, strict=False)
     inside = [piece for begin, stop, piece in spans if first <= begin < stop <= last]
     if step != 1 or not inside or sum(piece.numel() for piece in inside) != last - first:
-        raise refused(aten.slice.Tensor, f"elements {first} .. {last} are not whole weights", FLAT)
+        raise refused(aten.slice.Tensor, f"elements {first} .. {last} are not whole weights", FLAT, FLATTENERS)
     return inside[0] if len(inside) == 1 and inside[0].ndim == 1 else Bucket(inside)
 
 

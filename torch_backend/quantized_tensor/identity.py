@@ -70,8 +70,8 @@ class Wrapper(Tensor):
     def _no_values(self, *_: Any, **__: Any) -> NoReturn:
         """Refuses what torch does to memory itself, where it asks no subclass."""
         raise NotImplementedError(
-            f"a {type(self).__name__} has no memory of {self.dtype} that NumPy, DLPack or a function of Python's could read: "
-            "take dequantize() of a QuantizedTensor, values of a CastWeight"
+            f"a {type(self).__name__} has no memory of {self.dtype} for NumPy, DLPack or Python: take dequantize() of a "
+            "QuantizedTensor, values of a CastWeight"
         )
 
     numpy = apply_ = map_ = map2_ = __dlpack__ = _no_values  # pyright: ignore

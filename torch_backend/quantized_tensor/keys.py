@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from blockfp.definition.rounding import Key, key_words
+from blockfp.definition.rounding import Key, fold_in, key_words
 
 from ..custom_ops.key_ops import signed
 from ..torch_internals import ddp_model
@@ -40,6 +42,21 @@ def random_key(generator: torch.Generator | None = None) -> Tensor:
     """
     device = torch.device("cpu") if generator is None else generator.device
     return torch.randint(1 << 32, (2,), generator=generator, dtype=torch.int64, device=device)
+
+
+_COPIED = int.from_bytes(b"copy")
+"""Folded into the key of a copied layer: no step is so high."""
+
+
+def copied_key(key: Tensor, number: int) -> Tensor:
+    """Returns the key of a layer's copy, int64, on the key's device.
+
+    Args:
+        key: the layer's own.
+        number: of the copy, from 1.
+    """
+    folded: Any = fold_in(fold_in(key, _COPIED), number)
+    return folded.to(torch.int64) & 0xFFFFFFFF
 
 
 def data_rank(sharded: int) -> int:

@@ -22,7 +22,7 @@ from ..custom_ops.dtypes import DTYPES
 from .bucket import flat
 from .dispatch import implements, run, viewing
 from .geometry import Base, Geometry
-from .refusals import FLAT, refused
+from .refusals import FLAT, FLATTENERS, refused
 from .tensor import QuantizedTensor
 
 aten = torch.ops.aten
@@ -47,7 +47,7 @@ def _view(q: QuantizedTensor, shape: Sequence[int]) -> Tensor:
         return run(aten.alias.default, (q,), {})
     if tuple(shape) in ((-1,), (q.numel(),)):
         return flat(q)
-    raise refused(aten.view.default, f"blocks of the shape {tuple(q.shape)} are no blocks of {tuple(shape)}", FLAT)
+    raise refused(aten.view.default, f"blocks of the shape {tuple(q.shape)} are no blocks of {tuple(shape)}", FLAT, FLATTENERS)
 
 
 @implements(aten.as_strided.default, view=True)

@@ -6,6 +6,7 @@ reads the weight of a layer that it holds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,57 +33,65 @@ PRODUCTS_ADDED = {getattr(aten, name).default for name in ("addmm_", "baddbmm_",
 
 _STACKS = {aten.stack.default, aten.cat.default}
 
-CALL_THE_LAYER = (
-    "call the layer itself, or blockfp.torch.linear(x, weight, bias, recipe=..); where a torch module reads the weights of its "
-    "layers (torch.nn.MultiheadAttention, the fused path of torch.nn.TransformerEncoderLayer in evaluation), leave them as "
-    "they are, or let blockfp.torch.convert convert that module, not its layers alone; where a loss reads the weight of the "
-    "head (TRL, Liger), leave the head out of convert: filter_fn=lambda path, layer: path != 'lm_head'"
+CALL_THE_LAYER = "call the layer itself, or blockfp.torch.linear(x, weight, recipe=..)"
+
+_PEFT = "PEFT's LoRA: give blockfp.torch_backend.integrations.peft.register its config"
+
+READERS_OF_LAYERS = (
+    "a torch module reads the weights of its layers (torch.nn.MultiheadAttention, the fused path of "
+    "torch.nn.TransformerEncoderLayer in evaluation): leave them as they are, or let blockfp.torch.convert convert that module, "
+    "not its layers alone",
+    "a loss reads the weight of the head (TRL, Liger): leave the head out of convert: "
+    "filter_fn=lambda path, layer: path != 'lm_head'",
 )
 
-_PEFT = "PEFT's LoRA give blockfp.torch_backend.integrations.peft.register its config"
-
-_UPDATE = (
-    "blockfp.torch.AdamW and Adam update quantized weights; for other optimizers, averages of weights (AveragedModel) and code "
-    'that writes to weights convert with weights="high_precision"; to set values use '
-    "blockfp.torch.load_high_precision_(parameter, values), or blockfp.torch.init_(parameter, function) for torch.nn.init's; "
-    + "to merge "
-    + _PEFT
+_WRITERS = (
+    "other optimizers, averages of weights (AveragedModel) and code that writes to weights: convert with "
+    'weights="high_precision"',
+    "values: blockfp.torch.load_high_precision_(parameter, values), or blockfp.torch.init_(parameter, function) for "
+    "torch.nn.init's",
+    f"merges of {_PEFT}",
 )
 
-_SEND = (
-    "blockfp.torch.parallelize cuts weights over a tensor-parallel mesh (not torch's parallelize_module), fully_shard shards "
-    "them, and blockfp.torch.high_precision_state_dict(model) gathers values"
+_SENDERS = (
+    "blockfp.torch.parallelize cuts weights over a tensor-parallel mesh (not torch's parallelize_module), and fully_shard shards "
+    "them",
 )
 
-_STACK = (
-    "stack or join what dequantize() gives; for torch.func.stack_module_state or averages take "
-    'blockfp.torch.high_precision_state_dict(model), or convert with weights="high_precision"'
+_STACKS_OF_WEIGHTS = (
+    "torch.func.stack_module_state, averages: take blockfp.torch.high_precision_state_dict(model), or convert with "
+    'weights="high_precision"',
 )
 
-_READ = (
-    "call dequantize() on the quantized tensor first (of a DTensor on its to_local()); where it isn't your own code "
-    '(optimizers, averages of weights, initializers of several steps), convert with weights="high_precision", or use '
-    f"blockfp.torch.init_(parameter, function); for DoRA of {_PEFT}"
+_READERS = (
+    "a DTensor: call it on its to_local()",
+    "code that isn't your own (optimizers, averages of weights, initializers of several steps): convert with "
+    'weights="high_precision", or use blockfp.torch.init_(parameter, function)',
+    f"DoRA of {_PEFT}",
 )
 
-FLAT = (
-    "flatten dequantize(), or quantize what is reshaped; to compute with all weights as one vector take "
-    "blockfp.torch.high_precision_state_dict(model).values(); for optimizers and norms of other libraries convert with "
-    'weights="high_precision"; to shard use fully_shard, not FullyShardedDataParallel'
+FLAT = "flatten dequantize(), or quantize what is reshaped"
+
+FLATTENERS = (
+    "all weights as one vector: take blockfp.torch.high_precision_state_dict(model).values()",
+    'optimizers and norms of other libraries: convert with weights="high_precision"',
+    "sharding: use fully_shard, not FullyShardedDataParallel",
 )
 
 
 def refusal(func: Any) -> NotImplementedError:
     """Returns the error of an operation that is not in the op table."""
     if func.namespace in ("c10d", "_c10d_functional"):
-        return refused(func, "codes and scales have to travel together", _SEND)
+        values = "blockfp.torch.high_precision_state_dict(model) gathers values"
+        return refused(func, "codes travel with their scales", values, _SENDERS)
     if func in PRODUCTS:
-        return refused(func, "a product of its codes with something else would not be what its recipe says", CALL_THE_LAYER)
+        return refused(func, "it skips the recipe", CALL_THE_LAYER, READERS_OF_LAYERS)
     if func in _STACKS:
-        return refused(func, "blocks of several tensors are not those of one", _STACK)
+        return refused(func, "blocks of several tensors are not those of one", "join what dequantize() gives", _STACKS_OF_WEIGHTS)
     if is_mutable(func):
-        return refused(func, "it writes values, and a weight that is held as codes has none", _UPDATE)
-    return refused(func, "it needs values", _READ)
+        steps = "use blockfp.torch.AdamW, or load_high_precision_(parameter, values)"
+        return refused(func, "it writes values", steps, _WRITERS)
+    return refused(func, "it needs values", "call dequantize() first", _READERS)
 
 
 def jit_refusal() -> NotImplementedError:
@@ -95,8 +104,15 @@ def jit_refusal() -> NotImplementedError:
     )
 
 
-def refused(func: Any, reason: str, remedy: str) -> NotImplementedError:
-    return NotImplementedError(f"{func} is not defined for a QuantizedTensor: {reason}; {remedy}")
+def refused(func: Any, reason: str, remedy: str, hints: Sequence[str] = ()) -> NotImplementedError:
+    """Returns an error in one sentence, with notes for those whose code it isn't: a line for each kind of them."""
+    return noted(NotImplementedError(f"{func} is not defined for a QuantizedTensor: {reason}; {remedy}"), hints)
+
+
+def noted(error: NotImplementedError, hints: Sequence[str]) -> NotImplementedError:
+    for hint in hints:
+        error.add_note(hint)
+    return error
 
 
 if dist.is_available():

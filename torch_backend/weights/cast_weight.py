@@ -25,7 +25,7 @@ from ..quantized_tensor.agreement import agree_before_gather
 from ..quantized_tensor.dispatch import viewing
 from ..quantized_tensor.geometry import Base, Geometry
 from ..quantized_tensor.identity import Wrapper
-from ..quantized_tensor.refusals import CALL_THE_LAYER, PRODUCTS, PRODUCTS_ADDED
+from ..quantized_tensor.refusals import CALL_THE_LAYER, PRODUCTS, PRODUCTS_ADDED, READERS_OF_LAYERS, noted
 from ..quantized_tensor.sharding import place_on
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..sharded.quantize import WeightShard, quantize_weights
@@ -169,10 +169,8 @@ class CastWeight(Wrapper):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if (func in PRODUCTS or func in PRODUCTS_ADDED) and _is_multiplied(func, args, kwargs):
-            raise NotImplementedError(
-                f"{func} with a weight that is to be quantized when it is multiplied would multiply it in high precision: "
-                f"{CALL_THE_LAYER}; weight.values are its values"
-            )
+            what = f"{func} of a weight cast at use would multiply it in high precision: {CALL_THE_LAYER}"
+            raise noted(NotImplementedError(what), ("its values: weight.values", *READERS_OF_LAYERS))
         if decomposes(func):
             # As they come in inference mode; of the operations that they are made of, some keep the class.
             return func.decompose(*args, **kwargs)

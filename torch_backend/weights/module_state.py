@@ -22,6 +22,7 @@ from ..quantized_tensor import sharding
 from ..quantized_tensor.dtensors import placed
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from .cast_weight import CastWeight
+from .held_parameters import become_tensor, check_free
 from .loading import load_high_precision_
 from .state_dict import REMEDY, check_format, empty_entry, format_of, load_parts_, stored, stored_parts, take_parts
 
@@ -133,7 +134,10 @@ class _LoadHooks:
                 plain |= isinstance(value, Tensor)
                 if isinstance(local, CastWeight) and _fits(key, param, value):
                     taken.values[name] = state_dict.pop(key)
-            elif not isinstance(value, Tensor):
+                continue
+            if taken.assign and (param.is_meta or sharding.mesh_of(param) is None):
+                check_free(param, key, "load it with assign=False, or before that is there")
+            if not isinstance(value, Tensor):
                 # torch takes the name alone out where frozen parameters are ignored, and means all of it.
                 for suffix in [*SUFFIXES.values(), f"{FORMAT}{theirs}"]:
                     state_dict.pop(key + suffix, None)
@@ -160,17 +164,16 @@ class _LoadHooks:
         for name, values in taken.parts.items():
             param = module.get_parameter(name)
             if taken.assign and sharding.mesh_of(param) is None:
-                setattr(module, name, nn.Parameter(_made_of(param, values), param.requires_grad))
+                become_tensor(param, nn.Parameter(_made_of(param, values), param.requires_grad))
                 continue
             if taken.assign and param.is_meta:
-                # The same object from now on in all modules that share it, and in optimizers.
                 codes = sharding.local_of(values[SUFFIXES["codes"]])
-                torch.utils.swap_tensors(param, _made_for(param, param.dtype, codes.device))
+                become_tensor(param, _made_for(param, param.dtype, codes.device))
             load_parts_(param, values, taken.prefix + name)
         for name, value in taken.values.items():
             param = module.get_parameter(name)
             if taken.assign and param.is_meta:
-                torch.utils.swap_tensors(param, _made_for(param, value.dtype, sharding.local_of(value).device))
+                become_tensor(param, _made_for(param, value.dtype, sharding.local_of(value).device))
             load_high_precision_(param, value, keep_init=getattr(module, "keep_init", True))
 
 

@@ -1,0 +1,32 @@
+"""Forwards that blockfp does the work of: whether a class still has its own, and who else looks at the calls of a module."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules import module as hooks_of_all
+
+
+def forward_of(cls: type[nn.Module]) -> Any:
+    """Returns the forward that a library's class came with; None where another function stands in its place."""
+    forward: Any = cls.forward
+    return forward if getattr(forward, "__globals__", None) is vars(sys.modules[cls.__module__]) else None
+
+
+LINEAR, SEQUENTIAL, RMS_NORM = forward_of(nn.Linear), forward_of(nn.Sequential), forward_of(nn.RMSNorm)
+GELU, SILU = forward_of(nn.GELU), forward_of(nn.SiLU)
+FUNCTIONS = F.gelu, F.silu
+"""torch's functions that these call, as they were."""
+
+
+def watched(module: nn.Module) -> bool:
+    """Says whether a call of a module is seen by hooks, its own or those of all modules, or has a forward put into it."""
+    own = (
+        *(module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks),
+        *(hooks_of_all._global_forward_hooks, hooks_of_all._global_forward_pre_hooks),
+        *(hooks_of_all._global_backward_hooks, hooks_of_all._global_backward_pre_hooks),
+    )
+    return any(own) or "forward" in vars(module)
