@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from blockfp.definition.rounding import Key, fold_in
+from blockfp.definition.views import DTYPES
 from blockfp.recipes import Recipe
 
 from ..arrays.array import QuantizedArray
 from ..implementations import ops
 from .delayed import DelayedState, for_each, of_all
-from .linear import linear
+from .linear import linear_to
 
 
 def dot_general(
@@ -74,21 +75,22 @@ def dot_general(
         w, features = _quantized_matrix(rhs, tuple(rhs_contract), tuple(rhs_batch))
     else:
         w, features = _as_matrices(rhs, tuple(rhs_contract), tuple(rhs_batch))
+    wanted = x.dtype if preferred_element_type is None else jnp.dtype(preferred_element_type)
+    dtype = wanted if wanted.name in DTYPES else x.dtype
     if not batch:
-        y = linear(x, w, recipe=recipe, key=key, state=state)
+        y = linear_to(dtype, x, w, None, recipe, key, state)
     else:
         # Each matrix has a key of its own.
         words = None if key is None else jnp.asarray(ops.key_array(key))
         count = math.prod(batch)
         keys = None if words is None else jax.vmap(lambda i: fold_in(words, i))(jnp.arange(count, dtype=jnp.int32))
         states = None if state is None else for_each(state, count)
-        each = jax.vmap(lambda x, w, key, state: linear(x, w, recipe=recipe, key=key, state=state))
+        each = jax.vmap(lambda x, w, key, state: linear_to(dtype, x, w, None, recipe, key, state))
         y = each(x.reshape(count, *x.shape[-2:]), w.reshape(count, *w.shape[-2:]), keys, states)
     if state is not None:
         y, new = y
         state = of_all(new) if batch else new
-    y = y.reshape(*batch, *tokens, *features)
-    y = y if preferred_element_type is None else y.astype(preferred_element_type)
+    y = y.reshape(*batch, *tokens, *features).astype(wanted)
     return y if state is None else (y, state)
 
 

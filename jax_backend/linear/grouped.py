@@ -110,7 +110,7 @@ def grouped_linear(
     dtype, weight_dtype = np.dtype(x.dtype), np.dtype(weight.dtype)
     at_once = all_at_once(recipe, dtype, weight_dtype)
     tile = UNIT if at_once else tile_rows(recipe)
-    layer = _GroupedLinear(recipe, placement, dtype, weight_dtype, expert_axis, tile, at_once)
+    layer = _GroupedLinear(recipe, placement, dtype, weight_dtype, dtype, expert_axis, tile, at_once)
     sizes = group_sizes.astype(jnp.int32)
     y, state_out = layer(x, weight, carrier, bias, sizes, words, state)
     return y if state is None else (y, state_out)
@@ -164,11 +164,11 @@ class _GroupedLinear(Layer):
         casts = self.recipe.gradient, self.recipe.gradient_columnwise
         return self._quantized(g, kept.tiles, casts, scaling, rowwise, columnwise)
 
-    def multiply_rows(self, operand: Any, weight: Any, tiles, *, fast) -> jax.Array:
+    def multiply_rows(self, operand: Any, weight: Any, tiles, dtype, *, bias=None, fast) -> jax.Array:
         exact = self.recipe.exact_products
         if self.at_once:
-            return multiply_rows(operand, weight, tiles, self.dtype, fast=fast, exact=exact)
-        y = by_rows(operand, weight, tiles, self.dtype, fast=fast, exact=exact)
+            return multiply_rows(operand, weight, tiles, dtype, bias=bias, fast=fast, exact=exact)
+        y = by_rows(operand, weight, tiles, dtype, bias=bias, fast=fast, exact=exact)
         return gather_rows(y, tiles.target)
 
     def multiply_rows_back(self, gradient: Any, weight: Any, tiles, *, fast) -> jax.Array:

@@ -58,8 +58,8 @@ class _Linear(Layer):
         weight = super().gathered(weight)
         return weight if self.layout is None else self.layout.constrained(weight)
 
-    def multiply_rows(self, operand, weight, tiles, *, fast) -> jax.Array:
-        return product(operand, weight, self.dtype, fast=fast, exact=self.recipe.exact_products)
+    def multiply_rows(self, operand, weight, tiles, dtype, *, bias=None, fast) -> jax.Array:
+        return product(operand, weight, dtype, bias=bias, fast=fast, exact=self.recipe.exact_products)
 
     def multiply_columns(self, gradient, x, tiles, *, fast) -> jax.Array:
         return product(gradient, x, self.weight_dtype, fast=fast, exact=self.recipe.exact_products)
@@ -126,6 +126,22 @@ def linear(
         >>> w = bfp.quantize(w, "mxfp8_e4m3_32x32")
         >>> y = bfp.linear(x, w, recipe="mxfp8")
     """
+    return linear_to(None, x, weight, bias, recipe, key, state, compute, data_axes, sequence)
+
+
+def linear_to(
+    dtype: Any,
+    x: jax.Array,
+    weight: jax.Array | QuantizedArray,
+    bias: jax.Array | None,
+    recipe: Recipe | str,
+    key: Key | None,
+    state: DelayedState | None,
+    compute: Compute = "quantized",
+    data_axes: Sequence[str] = (),
+    sequence: bool = False,
+) -> Any:
+    """Computes `linear` with y, and so its gradient, in a dtype of its own; None for x's."""
     recipe, run = recipes.parse(recipe), recipes.for_linear(recipe, compute)
     check_tensors(x, weight, bias)
     placement = LayerPlacement.of(weight, data_axes, sequence)
@@ -135,7 +151,7 @@ def linear(
     words = None if key is None else jnp.asarray(ops.key_array(key))
     mesh = explicit.mesh_of(x, weight, carrier, bias)
     layout = None if mesh is None else ExplicitLayout.of(x, weight)
-    layer = _Linear(run, placement, np.dtype(x.dtype), np.dtype(weight.dtype), layout)
+    layer = _Linear(run, placement, np.dtype(x.dtype), np.dtype(weight.dtype), np.dtype(dtype or x.dtype), layout)
 
     def multiply(x, weight, carrier, bias, words, state):
         tokens = placement.own(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), gradient=False)
