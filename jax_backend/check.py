@@ -73,7 +73,8 @@ class JaxPallas:
         from .implementations.pallas import arrays, mosaic
 
         if not self._on_gpu and not mosaic.CAN_INTERPRET:
-            raise ImportError(f"they need a CUDA device: JAX {jax.__version__} can't interpret them on a CPU, JAX 0.12 can")
+            why = f"JAX {jax.__version__} can't interpret them on a CPU, JAX 0.12 can"
+            raise ImportError(f"they need a CUDA device: {why}")
         self._kernels, self._interpreted = arrays, nullcontext if self._on_gpu else mosaic.interpreted
         # Interpreted kernels share what stands for a GPU's memory.
         self._one_at_a_time = threading.Lock()
