@@ -55,8 +55,8 @@ class JaxXla(JaxBackend):
 class JaxPallas:
     """The Pallas kernels: on a GPU that has them, else interpreted on the CPU, where JAX can.
 
-    XLA's arithmetic on CPUs, which interprets them, flushes subnormal numbers, scales among them: blocks of these and of Inf may
-    differ.
+    XLA's arithmetic on CPUs, which interprets them, flushes subnormal numbers, scales among them: blocks of these and of Inf
+    may differ.
     """
 
     name = "jax-pallas"

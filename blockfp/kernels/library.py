@@ -38,8 +38,8 @@ class _WithoutTorch:
 def import_tvm_ffi(module: str = "tvm_ffi") -> Any:
     """Imports TVM FFI, or a module of it, without PyTorch, which it would import first where that is installed.
 
-    That takes a second and hundreds of megabytes, and a CUDA build brings its own cuDNN and NCCL into a JAX program. Tensors of a
-    PyTorch that is imported later go through TVM FFI all the same, by DLPack. Its dtypes as arguments and
+    That takes a second and hundreds of megabytes, and a CUDA build brings its own cuDNN and NCCL into a JAX program. Tensors of
+    a PyTorch that is imported later go through TVM FFI all the same, by DLPack. Its dtypes as arguments and
     `tvm_ffi.use_torch_stream`, which blockfp doesn't call, want it imported first.
     """
     if "tvm_ffi" in sys.modules or "torch" in sys.modules:

@@ -16,6 +16,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .jax_internals import (
     EArray,
@@ -144,8 +145,12 @@ def _dtype(x) -> CarrierDType:
 
 
 def _of_concrete(x, *, watch):
-    aval = ShapedArray(np.shape(x), _dtype(x))
-    return _Concrete(aval, jnp.zeros((*np.shape(x), 0), np.float32))
+    lies = getattr(x, "sharding", None)
+    if isinstance(lies, NamedSharding):
+        # A carrier lies as what it stands for, or the gradient would lie elsewhere.
+        data = jnp.zeros((*x.shape, 0), np.float32, device=NamedSharding(lies.mesh, PartitionSpec(*lies.spec)))
+        return _Concrete(jax.typeof(x).update(dtype=_dtype(x), weak_type=False), data)
+    return _Concrete(ShapedArray(np.shape(x), _dtype(x)), jnp.zeros((*np.shape(x), 0), np.float32))
 
 
 def _lowered(ctx, x, *, watch):

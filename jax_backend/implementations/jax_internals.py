@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax._src import ad_checkpoint, core, dispatch, dtypes
 from jax._src.earray import EArray
@@ -125,7 +126,8 @@ def without_tangents(tree: Any) -> Any:
 def _without_tangent(x: Any) -> Any:
     while isinstance(x, ad.JVPTracer | ad.LinearizeTracer):
         x = x.primal
-    return lax.stop_gradient(x) if isinstance(x, core.Tracer) else x
+    # Integers have no tangent. Another variable of them, such as `stop_gradient` makes, a scan would keep for its backward.
+    return lax.stop_gradient(x) if isinstance(x, core.Tracer) and not dtypes.issubdtype(x.dtype, np.integer) else x
 
 
 def physical_result_handler(aval: Any, sharding: Any, committed: bool) -> Any:

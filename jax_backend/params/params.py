@@ -15,7 +15,7 @@ from blockfp.definition.views import DTYPES
 from blockfp.recipes import ByPath, Recipe
 
 from ..arrays.array import QuantizedArray, is_quantized, with_derivative, wrap_parts
-from ..implementations import ops
+from ..implementations import explicit, ops
 from ..implementations.carriers import carrier_of
 from ..implementations.derivatives import straight_through
 from .trees import describe, map_with_path
@@ -174,8 +174,7 @@ def grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: 
 def _primal(path: str, leaf):
     """The point to differentiate at: a plain leaf itself, zeros for a quantized one."""
     if is_quantized(leaf):
-        # Made from the codes, so that under shard_map they vary over the same axes.
-        zeros = jnp.zeros_like(leaf.codes, dtype=leaf.dtype, shape=leaf.shape)
+        zeros = explicit.zeros_beside(leaf.codes, leaf.shape, leaf.dtype)
         # Who differentiates this gradient does so with respect to the same array.
         return zeros if leaf.carrier is None else straight_through(zeros, leaf.carrier)
     if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):

@@ -168,3 +168,19 @@ def test_a_sharded_array_has_the_bits_of_the_whole(format, spec, mesh):
     q = bfp.quantize(placed, format, key=11)
     assert_same_tree(q, expected)
     assert_same_tree(q.dequantize(), expected.dequantize())
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current", "fp8_block", "mxfp4"])
+def test_a_scan_over_layers_keeps_no_second_copy_of_their_codes(recipe):
+    """What a scan's forward hands its backward is memory: codes of weights are arguments, and there already."""
+    layers, rows = 32, 16
+    w = jnp.asarray(sample("gaussian", (layers, 256, 256))) / 16
+    q, x = bfp.quantize_params(w, recipe), jnp.ones((rows, 256))
+
+    def loss(q, x):
+        return (jax.lax.scan(lambda x, w: (jnp.tanh(bfp.linear(x, w, recipe=recipe)), None), x, q)[0] ** 2).sum()
+
+    program = jax.jit(bfp.grad(loss, (0, 1))).lower(q, x).compile()
+    kept = layers * 2 * rows * 256 * 4  # of each layer's x, and of tanh
+    temporary = program.memory_analysis().temp_size_in_bytes
+    assert temporary < q.codes.nbytes / 2 + kept
