@@ -112,7 +112,7 @@ def linear(
         compute: "high_precision" multiplies the dequantized weight with x and gradients as they are.
         data_axes: inside shard_map, the mesh axes that divide the batch, in the mesh's order.
         sequence: sequence parallelism: the tokens outside the layer (x of a column parallel one, y of a row parallel one) are
-            cut over the tensor-parallel axis.
+            cut over the tensor-parallel axis, evenly. They are on axis -2, behind axes of sequences, as in PyTorch.
 
     Returns:
         y [..., out] in x's dtype; (y, state) where a state is given.
@@ -148,6 +148,8 @@ def linear_to(
     check_state(recipe, state, key, compute)
     weight, carrier = stored_weight(weight, recipe)
     placement.check(x, weight, bias)
+    leading = placement.leading_axes(x.shape[:-1])
+    placement = placement.of_sequences(x.shape[:-1])
     words = None if key is None else jnp.asarray(ops.key_array(key))
     mesh = explicit.mesh_of(x, weight, carrier, bias)
     layout = None if mesh is None else ExplicitLayout.of(x, weight)
@@ -156,7 +158,7 @@ def linear_to(
     def multiply(x, weight, carrier, bias, words, state):
         tokens = placement.own(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), gradient=False)
         y, state = layer(tokens, weight, carrier, bias, None, words, state)
-        return y.reshape(*placement.leading_axes(x, y), y.shape[-1]), state
+        return y.reshape(*leading, y.shape[-1]), state
 
     operands = (x, weight, carrier, bias, words, state)
     if mesh is None or layout is None:
