@@ -77,7 +77,7 @@ def _contract(a: jax.Array, b: jax.Array, dtype=jnp.float32, precision=None) -> 
 
 def _rounded(sums: jax.Array, bias: jax.Array | None, dtype) -> jax.Array:
     """Adds the bias to sums, and rounds them."""
-    return (sums if bias is None else sums + bias.astype(sums.dtype)).astype(dtype)
+    return (sums if bias is None else sums + bias.astype(sums.dtype)[None]).astype(dtype)
 
 
 def _multiplied(a: jax.Array, b: jax.Array, bias: jax.Array | None, dtype, precision=None) -> jax.Array:
