@@ -43,8 +43,10 @@ class TorchBackend:
         return to_numpy(self._tensor(q, format, dtype, columns).dequantize())
 
     def _tensor(self, q: Quantized, format: Format, dtype: str, columns: int) -> QuantizedTensor:
-        parts = (None if part is None else to_torch(part).to(self.device) for part in q)
-        return QuantizedTensor.from_parts(*parts, format=format, columns=columns, dtype=getattr(torch, dtype))
+        codes, scales = (to_torch(part).to(self.device) for part in q[:2])
+        tensor_scale = None if q.tensor_scale is None else to_torch(q.tensor_scale).to(self.device)
+        options = {"format": format, "columns": columns, "dtype": getattr(torch, dtype)}
+        return QuantizedTensor.from_parts(codes, scales, tensor_scale, **options)
 
 
 class TorchCuda(TorchBackend):

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax._src import ad_checkpoint, core, dispatch, dtypes
+from jax._src import ad_checkpoint, ad_util, core, dispatch, dtypes
 from jax._src.earray import EArray
 from jax._src.interpreters import ad, mlir, pxla
 from jax._src.lax import lax as lax_functions
@@ -56,12 +56,19 @@ __all__ = [
 ]
 
 
-def register_array(kind: type[EArray]) -> None:
-    """Registers a subclass of EArray with JAX, with the handlers that JAX has for EArray itself."""
+def register_array(kind: type[EArray], add: Callable[[Any, Any], Any] | None = None) -> None:
+    """Registers a subclass of EArray with JAX, with the handlers that JAX has for EArray itself.
+
+    Args:
+        kind: the class.
+        add: adds two cotangents of that kind, where there are such.
+    """
     pxla.shard_arg_handlers[kind] = pxla.shard_arg_handlers[EArray]
     core.pytype_aval_mappings[kind] = lambda x: x.aval
     dtypes.register_canonicalize_value_handler(kind, None)
     mlir.register_constant_handler(kind, _as_constant)  # pyright: ignore[reportArgumentType]
+    if add is not None:
+        ad_util.raw_jaxval_adders[kind] = add
 
 
 def _as_constant(x: Any, aval: Any) -> Any:

@@ -23,7 +23,7 @@ from blockfp.recipes import Cast, Recipe
 from ..arrays.array import QuantizedArray
 from ..implementations import explicit, ops, replication
 from .arguments import check_quantized_input, check_state, check_tensors, stored_weight
-from .delayed import DelayedState
+from .delayed import DelayedState, given_back
 from .grouped_codes import GroupCodes, quantize_groups
 from .grouped_products import all_at_once, multiply_columns, multiply_rows
 from .grouped_spans import by_columns, by_rows
@@ -112,8 +112,8 @@ def grouped_linear(
     tile = UNIT if at_once else tile_rows(recipe)
     layer = _GroupedLinear(recipe, placement, dtype, weight_dtype, dtype, expert_axis, tile, at_once)
     sizes = group_sizes.astype(jnp.int32)
-    y, state_out = layer(x, weight, carrier, bias, sizes, words, state)
-    return y if state is None else (y, state_out)
+    y, state_out = layer(x, weight, carrier, bias, sizes, words, None if state is None else state.shared())
+    return y if state is None else (y, given_back(state_out, state))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 
 from blockfp.recipes import Cast, Recipe
@@ -25,7 +26,7 @@ from ..implementations.carriers import carrier_of
 from ..implementations.derivatives import attach, either, linear_map
 from ..implementations.jax_internals import evaluating, runs_at_once, without_tangents
 from .arguments import transposed_weight
-from .delayed import DelayedState
+from .delayed import DelayedState, cotangent
 from .layer_placement import LayerPlacement
 from .operands import Pair
 from .products import Matrix
@@ -181,18 +182,20 @@ def _differentiable(layer: Layer, x, weight, carrier, bias, sizes, key, state):
     point = x
     if isinstance(x, QuantizedArray):
         x, point = x.without_carrier(), x.carrier
-    carriers = carriers_of(LayerInputs(point, carrier, bias, state))
+    carriers = carriers_of(LayerInputs(point, carrier, bias, None if state is None else state.carrier))
     types = replication.VaryingAxes.of(point, carrier, bias, state)
     x, weight, bias, state = without_tangents((x, weight, bias, state))
     y, tiles, state_after, row, column = _multiplied(layer, carriers.weight is not None, x, weight, bias, sizes, state)
     kept = Residuals(row, x if _makes_later(layer) else column, weight, tiles, key, state, types)
-    results = y, state_after
-    like = [jax.typeof(leaf) for leaf in jax.tree.leaves(results)]
+    # Of what a state has its carrier alone has a derivative; it is its last leaf.
+    later = [] if state_after is None or state_after.carrier is None else [state_after.carrier]
+    like, others = [jax.typeof(leaf) for leaf in (y, *later)], len(jax.tree.leaves(state_after)) - len(later)
 
     def rule(kept, carriers, tangents):
-        return linear_map(partial(_forward, layer, like[0]), partial(_backward, layer), (kept, carriers), tangents, like)
+        dots = linear_map(partial(_forward, layer, like), partial(_backward, layer), (kept, carriers), tangents, like)
+        return [dots[0], *(None for _ in range(others)), *dots[1:]]
 
-    return attach(results, kept, carriers, rule)
+    return attach((y, state_after), kept, carriers, rule)
 
 
 @_in_one_program("layer", "keep")
@@ -221,9 +224,14 @@ def _makes_later(layer: Layer) -> bool:
     return layer.placement.gathers_input or layer.recipe.input_columnwise.eden
 
 
-@_in_one_program("layer", "like")
 def _forward(layer: Layer, like, known: tuple[Residuals, LayerInputs], tangents: LayerInputs) -> list[Any]:
     """The tangents of y and of the state, which has none."""
+    nothing = [lax.full(aval.shape, 0, aval.to_tangent_aval().dtype) for aval in like[1:]]
+    return [_tangent(layer, like[0], known, tangents), *nothing]
+
+
+@_in_one_program("layer", "like")
+def _tangent(layer: Layer, like, known: tuple[Residuals, LayerInputs], tangents: LayerInputs) -> jax.Array:
     kept, carriers = known
     check_forward(layer.placement)
     recipe, tiles = layer.recipe, kept.tiles
@@ -237,7 +245,7 @@ def _forward(layer: Layer, like, known: tuple[Residuals, LayerInputs], tangents:
     y = sum_of_products((forward, tangents.x, weight), (forward, x, tangents.weight))
     y = jnp.zeros(like.shape, jnp.float32) if y is None else y
     y = y if tangents.bias is None else y + layer.bias_rows(tangents.bias, tiles).astype(y.dtype)
-    return [y.astype(layer.result), *jax.tree.leaves(jax.tree.map(jnp.zeros_like, kept.state))]
+    return y.astype(layer.result)
 
 
 def _backward(layer: Layer, known: tuple[Residuals, LayerInputs], wanted: LayerInputs, cotangents) -> LayerInputs:
@@ -274,8 +282,8 @@ def _cotangents(layer: Layer, wanted: LayerInputs, watched: bool, kept: Residual
         dw = _sum_weight(layer, types, dw)
     if wanted.bias is not None:
         db = _sum_bias(layer, kept, g, wanted.bias.dtype)
-    if state is not None:
-        ds = state.cotangent(wanted.state, lambda: layer.largest_amax(g, tiles), later, types.state)
+    if wanted.state is not None:
+        ds = cotangent(lambda: layer.largest_amax(g, tiles), later, types.state)
     made = LayerInputs(dx, dw, db, ds)
     return (made, gradient_row, gradient_column, kept) if watched else (made, None, None, None)
 

@@ -24,7 +24,7 @@ from blockfp.recipes import Compute, Recipe
 from ..arrays.array import QuantizedArray
 from ..implementations import explicit, ops
 from .arguments import check_state, check_tensors, stored_weight
-from .delayed import DelayedState
+from .delayed import DelayedState, given_back
 from .explicit_layout import ExplicitLayout
 from .layer import Layer
 from .layer_placement import LayerPlacement
@@ -160,10 +160,11 @@ def linear_to(
         y, state = layer(tokens, weight, carrier, bias, None, words, state)
         return y.reshape(*leading, y.shape[-1]), state
 
-    operands = (x, weight, carrier, bias, words, state)
+    shared = None if state is None else state.shared()
+    operands = (x, weight, carrier, bias, words, shared)
     if mesh is None or layout is None:
         y, state_out = multiply(*operands)
     else:
-        specs = layout.result, jax.tree.map(lambda _: PartitionSpec(), state)
+        specs = layout.result, jax.tree.map(lambda _: PartitionSpec(), shared)
         y, state_out = explicit.left_to_xla(multiply, mesh, specs, *operands)
-    return y if state is None else (y, state_out)
+    return y if state is None else (y, given_back(state_out, state))
