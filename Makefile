@@ -37,7 +37,8 @@ demo: .venv/package .venv/model .venv/released
 	  tensors = load_file(next(f.locate() for f in files('$(MODEL)') if f.name == 'model.safetensors')); \
 	  words = 'embeddings.word_embeddings.weight'; \
 	  save_file(tensors | {words: tensors[words][:4096].copy()}, '$$weights')"
-	$(BIN)/blockfp check "$$weights" --report $(ROOT)/.demo/report.json --plot $(ROOT)/.demo/report.png
+	$(BIN)/blockfp check "$$weights" $$(printf -- '--backend %s ' numpy kernels jax torch torch-definition) \
+	  --report $(ROOT)/.demo/report.json --plot $(ROOT)/.demo/report.png
 	cd $(ROOT)/.demo
 	train() { echo; echo "$$1"; shift; $(BIN)/python $(ROOT)/examples/"$$@"; }
 	train "A small transformer under FSDP2 in PyTorch, in four recipes; step 40 is saved:" \

@@ -42,6 +42,8 @@ def info() -> None:
             lines[f"backend {name}"] = load().version
         except ImportError as error:
             lines[f"backend {name}"] = f"not here: {error}"
+        except Exception as error:
+            lines[f"backend {name}"] = f"broken: {type(error).__name__}: {error}"
     lines["CUDA kernels"] = cuda_library.status()
     for name, line in lines.items():
         say(f"{name:25} {line}")

@@ -1,6 +1,10 @@
-"""The adapter of JAX for `blockfp check`."""
+"""The adapters of JAX for `blockfp check`: `blockfp.jax` as users get it, and each program of the definition that it has."""
 
 from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +17,15 @@ from blockfp.kernels.products import BLOCK_SCALES
 from .arrays.array import QuantizedArray
 from .arrays.quantize import quantize
 from .implementations import choice
+from .implementations.pallas.backend import Pallas
 from .linear.products import least_cublas
 
 
 class JaxBackend:
-    """`blockfp.jax` behind NumPy arrays: quantize and dequantize jitted by XLA on the default device."""
+    """`blockfp.jax` behind NumPy arrays, on the default device: with the kernel libraries, where they are."""
 
     name = "jax"
+    implementation: ClassVar[str | None] = None
 
     @property
     def version(self) -> str:
@@ -28,7 +34,7 @@ class JaxBackend:
         return version if missing is None else f"{version}, without products of FP8 blocks: {missing}"
 
     def quantize(self, x: np.ndarray, format: Format) -> Quantized:
-        q = quantize(jnp.asarray(x), format)
+        q = quantize(jnp.asarray(x), format, implementation=self.implementation)
         tensor_scale = None if q.tensor_scale is None else np.asarray(q.tensor_scale)
         return Quantized(np.asarray(q.codes), np.asarray(q.scales), tensor_scale)
 
@@ -36,4 +42,62 @@ class JaxBackend:
         codes, scales = jnp.asarray(q.codes), jnp.asarray(q.scales)
         tensor_scale = None if q.tensor_scale is None else jnp.asarray(q.tensor_scale)
         whole = QuantizedArray.from_parts(codes, scales, tensor_scale, format=format, columns=columns, dtype=dtype)
-        return np.asarray(whole.dequantize())
+        return np.asarray(whole.dequantize(implementation=self.implementation))
+
+
+class JaxXla(JaxBackend):
+    """The definition, jitted by XLA: what runs where XLA splits a program, in `jax.export`, and without the libraries."""
+
+    name = "jax-xla"
+    implementation = "xla"
+
+
+class JaxPallas:
+    """The Pallas kernels: on a GPU that has them, else interpreted on the CPU, where JAX can.
+
+    XLA's arithmetic on CPUs, which interprets them, flushes subnormal numbers, scales among them: blocks of these and of Inf
+    may differ.
+    """
+
+    name = "jax-pallas"
+
+    def __init__(self):
+        """
+        Raises:
+            ImportError: they can't run here.
+        """
+        self._on_gpu = choice.has_gpu()
+        why = choice.missing("pallas") if self._on_gpu else None
+        if why is not None:
+            raise ImportError(why)
+        from .implementations.pallas import arrays, mosaic
+
+        if not self._on_gpu and not mosaic.CAN_INTERPRET:
+            why = f"JAX {jax.__version__} can't interpret them on a CPU, JAX 0.12 can"
+            raise ImportError(f"they need a CUDA device: {why}")
+        self._kernels, self._interpreted = arrays, nullcontext if self._on_gpu else mosaic.interpreted
+        # Interpreted kernels share what stands for a GPU's memory.
+        self._one_at_a_time = threading.Lock()
+
+    @property
+    def version(self) -> str:
+        return f"JAX {jax.__version__}, {'on the GPU' if self._on_gpu else 'interpreted on the CPU'}"
+
+    def _run(self, operation: str, format: Format, function: Any, *arrays: Any) -> Any:
+        why = Pallas().refusal(operation, format=format)
+        if why is not None:
+            raise NotImplementedError(why)
+        with self._one_at_a_time, self._interpreted():
+            # A new function for each call: programs that aren't interpreted are others.
+            return jax.block_until_ready(jax.jit(lambda *arrays: function(*arrays))(*arrays))
+
+    def quantize(self, x: np.ndarray, format: Format) -> Quantized:
+        # A format that it can't decode either isn't had.
+        self._run("dequantize", format, lambda: None)
+        made = self._run("quantize", format, lambda x: self._kernels.quantize(x, format), jnp.asarray(x))
+        return Quantized(*(None if part is None else np.asarray(part) for part in made))
+
+    def dequantize(self, q: Quantized, format: Format, dtype: str, columns: int) -> np.ndarray:
+        parts = [None if part is None else jnp.asarray(part) for part in q]
+        decode = lambda *parts: self._kernels.dequantize_array(*parts, format, dtype, columns=columns)  # noqa: E731
+        return np.asarray(self._run("dequantize", format, decode, *parts))

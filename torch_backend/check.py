@@ -1,6 +1,10 @@
-"""PyTorch as a backend of `blockfp check`."""
+"""PyTorch as backends of `blockfp check`."""
 
 from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import FunctionType
 
 import ml_dtypes
 import numpy as np
@@ -9,6 +13,7 @@ import torch
 from blockfp.check.pieces import ByPieces
 from blockfp.definition.numerics import Quantized
 from blockfp.formats import Format
+from blockfp.kernels import cuda_library
 
 from .quantized_tensor.quantize import quantize
 from .quantized_tensor.tensor import QuantizedTensor
@@ -21,6 +26,7 @@ class TorchBackend:
     """
 
     name = "torch"
+    device = "cpu"
 
     def __init__(self):
         torch.set_num_threads(1)
@@ -30,12 +36,75 @@ class TorchBackend:
         return f"PyTorch {torch.__version__} on the CPU"
 
     def quantize(self, x: np.ndarray, format: Format) -> Quantized:
-        q = quantize(to_torch(x), format)
+        q = quantize(to_torch(x).to(self.device), format)
         return _to_numpy(Quantized(q.codes, q.scales, q.tensor_scale))
 
     def dequantize(self, q: Quantized, format: Format, dtype: str, columns: int) -> np.ndarray:
-        tensor = QuantizedTensor.from_parts(*_to_torch(q), format=format, columns=columns, dtype=getattr(torch, dtype))
-        return to_numpy(tensor.dequantize())
+        return to_numpy(self._tensor(q, format, dtype, columns).dequantize())
+
+    def _tensor(self, q: Quantized, format: Format, dtype: str, columns: int) -> QuantizedTensor:
+        codes, scales = (to_torch(part).to(self.device) for part in q[:2])
+        tensor_scale = None if q.tensor_scale is None else to_torch(q.tensor_scale).to(self.device)
+        options = {"format": format, "columns": columns, "dtype": getattr(torch, dtype)}
+        return QuantizedTensor.from_parts(codes, scales, tensor_scale, **options)
+
+
+class TorchCuda(TorchBackend):
+    """`blockfp.torch` on the current CUDA device."""
+
+    name = "torch-cuda"
+    device = "cuda"
+
+    def __init__(self):
+        """
+        Raises:
+            ImportError: there is none.
+        """
+        if not torch.cuda.is_available():
+            raise ImportError(f"PyTorch {torch.__version__} finds no CUDA device")
+        super().__init__()
+
+    @property
+    def version(self) -> str:
+        return f"PyTorch {torch.__version__} on {torch.cuda.get_device_name()}; {cuda_library.status()}"
+
+
+class TorchCompiled(TorchBackend):
+    """`blockfp.torch` in programs of `torch.compile`, one for each format and shape."""
+
+    name = "torch-compiled"
+
+    def __init__(self):
+        super().__init__()
+        self._compiled: dict[tuple[object, ...], Callable[..., object]] = {}
+        self._one_at_a_time = threading.Lock()
+
+    @property
+    def version(self) -> str:
+        return f"PyTorch {torch.__version__} compiled, on the CPU"
+
+    def _run(self, function: Callable[..., object], x: torch.Tensor, format: Format) -> object:
+        key = (function, x.shape, x.dtype, format)
+        # PyTorch compiles in one thread at a time.
+        with self._one_at_a_time:
+            if key not in self._compiled:
+                run = lambda x: function(x, format)  # noqa: E731
+                # Of code of its own: PyTorch gives up on code that it has compiled for many shapes.
+                own = FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
+                self._compiled[key] = torch.compile(own, dynamic=False, fullgraph=True)
+            return self._compiled[key](x)
+
+    def quantize(self, x: np.ndarray, format: Format) -> Quantized:
+        q: QuantizedTensor = self._run(quantize, to_torch(x), format)  # pyright: ignore[reportAssignmentType]
+        return _to_numpy(Quantized(q.codes, q.scales, q.tensor_scale))
+
+    def dequantize(self, q: Quantized, format: Format, dtype: str, columns: int) -> np.ndarray:
+        values = self._run(_dequantize, self._tensor(q, format, dtype, columns), format)
+        return to_numpy(values)  # pyright: ignore[reportArgumentType]
+
+
+def _dequantize(q: QuantizedTensor, format: Format) -> torch.Tensor:
+    return q.dequantize()
 
 
 class TorchDefinition(ByPieces):
@@ -66,14 +135,11 @@ def to_torch(x: np.ndarray) -> torch.Tensor:
 
 
 def to_numpy(x: torch.Tensor) -> np.ndarray:
-    """Shares the memory of a CPU tensor as an array."""
+    """Shares the memory of a CPU tensor as an array; copies that of another device."""
+    x = x.cpu()
     if x.dtype == torch.bfloat16:
         return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return x.numpy()
-
-
-def _to_torch(q: Quantized) -> Quantized:
-    return Quantized(*(None if part is None else to_torch(part) for part in q))
 
 
 def _to_numpy(q: Quantized) -> Quantized:

@@ -56,32 +56,48 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "numpy": Definition,
     "kernels": _kernels,
     "jax": installed("jax", "jax_backend.check", "JaxBackend"),
+    "jax-xla": installed("jax", "jax_backend.check", "JaxXla"),
+    "jax-pallas": installed("jax", "jax_backend.check", "JaxPallas"),
     "torch": installed("torch", "torch_backend.check", "TorchBackend"),
+    "torch-cuda": installed("torch", "torch_backend.check", "TorchCuda"),
+    "torch-compiled": installed("torch", "torch_backend.check", "TorchCompiled"),
     "torch-definition": installed("torch", "torch_backend.check", "TorchDefinition"),
 }
-"""Every backend's name and what makes it; raises ImportError where it is not installed. The first is the reference."""
+"""Every backend's name and what makes it; raises ImportError where it is not here. The first is the reference."""
+
+WHERE_NAMED = ("jax-pallas", "torch-compiled")
+"""The backends that run where they are named: they take seconds for each format and shape."""
 
 
 def load(names: list[str] | None) -> list[Backend]:
-    """The named backends, the reference first; by default all that are installed.
+    """The named backends, the reference first; by default all that are here but `WHERE_NAMED`.
 
     Args:
-        names: of `BACKENDS`, or "package.module:attribute" of a user's own: an object as `crosscheck.Backend` describes it, or
-            a class or function that makes one. The current folder is looked in too. Own ones alone are compared with "numpy".
+        names: of `BACKENDS`, or "all" of them that are here, or "package.module:attribute" of a user's own: an object as
+            `crosscheck.Backend` describes it, or a class or function that makes one. The current folder is looked in too. Own
+            ones alone are compared with "numpy".
 
     Raises:
-        BadBackend: a name that isn't known, isn't here, or is no backend; two of one name.
+        BadBackend: a name that isn't known, isn't here, or is no backend; two of one name; one that can't be made.
     """
     if names and all(":" in name for name in names):
         names = [next(iter(BACKENDS)), *names]
+    listed = [name for name in BACKENDS if name not in WHERE_NAMED]
+    asked = {name for name in names or () if name != "all"}
+    if names:
+        listed = [one for name in names for one in (BACKENDS if name == "all" else (name,))]
     found: list[Backend] = []
-    for name in dict.fromkeys(names or BACKENDS):
+    for name in dict.fromkeys(listed):
         try:
             found.append(_own(name) if ":" in name else _known(name))
         except ImportError as error:
-            if names:
+            if name in asked:
                 raise BadBackend(f"--backend {name}: not here: {error}") from error
             continue
+        except BadBackend:
+            raise
+        except Exception as error:
+            raise BadBackend(f"backend {name!r} can't be made: {type(error).__name__}: {error}") from error
         if found[-1].name in [backend.name for backend in found[:-1]]:
             raise BadBackend(f"--backend {name}: another backend is called {found[-1].name!r} too: reports know them by name")
     return found
@@ -90,7 +106,7 @@ def load(names: list[str] | None) -> list[Backend]:
 def _known(name: str) -> Backend:
     if name not in BACKENDS:
         known = ", ".join(BACKENDS)
-        raise BadBackend(f"--backend {name}: must be one of {known}, or package.module:attribute for one of your own")
+        raise BadBackend(f"--backend {name}: must be one of {known}, all, or package.module:attribute for one of your own")
     return BACKENDS[name]()
 
 

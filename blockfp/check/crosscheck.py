@@ -35,7 +35,11 @@ class Backend(Protocol):
         ...
 
     def quantize(self, x: np.ndarray, format: Format) -> Quantized:
-        """Codes and scales of x (float32, float16 or bfloat16, two or more axes), as NumPy arrays."""
+        """Codes and scales of x (float32, float16 or bfloat16, two or more axes), as NumPy arrays.
+
+        Raises:
+            NotImplementedError: the backend doesn't have the format, so it is left out there.
+        """
         ...
 
     def dequantize(self, q: Quantized, format: Format, dtype: str, columns: int) -> np.ndarray:
@@ -86,6 +90,8 @@ class Check:
     Attributes:
         format: the format.
         differences: the first one of each backend and part; empty where all bits are equal.
+        compared: the names of the backends that the reference was compared with.
+        without: the names of backends that don't have the format, by why not.
         statistics: of the reference's values.
         codes_sha256, scales_sha256, values_sha256: of the reference's bytes, row-major, for comparing two machines or two
             releases (`comparison`); the tensor scale is behind the scales.
@@ -93,6 +99,8 @@ class Check:
 
     format: Format
     differences: tuple[Difference, ...]
+    compared: tuple[str, ...]
+    without: dict[str, str]
     statistics: Statistics
     codes_sha256: str
     scales_sha256: str
@@ -115,19 +123,26 @@ def check(x: np.ndarray, format: Format | str, backends: Sequence[Backend]) -> C
 
     Raises:
         TypeError, ValueError: x can't be quantized, or the format is not known.
+        BadBackend: a backend raises, its exception being the cause; or it gives something else than codes and scales.
     """
     checks.check_input(x)
     format = Format.parse(format)
     places = [()] if format.has_tensor_scale or not x.size else pieces.split(x.shape)
     differences: dict[tuple[str, str], Difference] = {}
-    statistics = Statistics()
+    statistics, without = Statistics(), {}
     codes_hash, scales_hash, values_hash = hashlib.sha256(), hashlib.sha256(), hashlib.sha256()
     for where in places:
         piece = x[where]
         corner = tuple(s.start for s in where) + (0,) * (x.ndim - len(where))
         reference = _run(backends[0], piece, format)
+        if isinstance(reference, str):
+            raise BadBackend(f"backend {backends[0].name!r}, the reference, has no {format}: {reference}")
         for backend in backends[1:]:
-            for found in _compare(piece, format, reference, _run(backend, piece, format)):
+            result = _run(backend, piece, format)
+            if isinstance(result, str):
+                without[backend.name] = result
+                continue
+            for found in _compare(piece, format, reference, result):
                 named = replace(found, backend=backend.name, index=_in_whole(found, corner, format))
                 differences.setdefault((backend.name, found.part), named)
         q, values = reference
@@ -136,10 +151,12 @@ def check(x: np.ndarray, format: Format | str, backends: Sequence[Backend]) -> C
         values_hash.update(values.tobytes())
         statistics.add(measure(piece, q, values, format))
     hashes = (hash.hexdigest() for hash in (codes_hash, scales_hash, values_hash))
-    return Check(format, tuple(differences.values()), statistics, *hashes)
+    compared = tuple(backend.name for backend in backends[1:] if backend.name not in without)
+    return Check(format, tuple(differences.values()), compared, without, statistics, *hashes)
 
 
-def _run(backend: Backend, x: np.ndarray, format: Format) -> tuple[Quantized, np.ndarray]:
+def _run(backend: Backend, x: np.ndarray, format: Format) -> tuple[Quantized, np.ndarray] | str:
+    """Codes, scales and values by a backend, or why it doesn't have the format."""
     try:
         q = _checked(backend.quantize(x, format), backend.name)
         values = backend.dequantize(q, format, x.dtype.name, x.shape[-1])
@@ -147,9 +164,13 @@ def _run(backend: Backend, x: np.ndarray, format: Format) -> tuple[Quantized, np
             got = type(values).__name__
             raise BadBackend(f"backend {backend.name!r}: dequantize must return a NumPy array, got {got}")
         return q, values
-    except Exception as error:
-        error.add_note(f"backend {backend.name!r}, format {format}, {x.dtype} array of shape {x.shape}")
+    except NotImplementedError as error:
+        return str(error)
+    except BadBackend:
         raise
+    except Exception as error:
+        where = f"backend {backend.name!r}, format {format}, {x.dtype} array of shape {x.shape}"
+        raise BadBackend(f"{where}: {type(error).__name__}: {error}") from error
 
 
 def _checked(q: object, backend: str) -> Quantized:

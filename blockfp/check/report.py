@@ -41,6 +41,20 @@ class Findings:
     def identical(self) -> bool:
         return all(check.identical for _, _, check in self.checks())
 
+    @property
+    def alone(self) -> list[Format]:
+        """The formats in which a tensor was compared with nothing: the reference alone has them."""
+        return [format for format in self.formats if any(c.format is format and not c.compared for _, _, c in self.checks())]
+
+    def without(self) -> dict[str, list[Format]]:
+        """By backend, the formats that it doesn't have."""
+        found: dict[str, list[Format]] = {}
+        for _, _, check in self.checks():
+            for name in check.without:
+                if check.format not in found.setdefault(name, []):
+                    found[name].append(check.format)
+        return found
+
     def checks(self) -> Iterable[tuple[Path, Tensor, Check]]:
         """Every check that was made."""
         for path, tensors in self.files.items():
@@ -75,6 +89,8 @@ def to_json(findings: Findings, versions: Mapping[str, str]) -> dict[str, object
                         "format": check.format.name,
                         "identical": check.identical,
                         "differences": [asdict(d) for d in check.differences],
+                        "compared": list(check.compared),
+                        "without": check.without,
                         **_numbers(check.statistics),
                         "codes_sha256": check.codes_sha256,
                         "scales_sha256": check.scales_sha256,

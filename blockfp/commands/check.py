@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,12 +25,13 @@ from ..check.comparison import compare as compare_reports
 from ..check.crosscheck import check
 from ..check.report import Findings, comparison_table, format_table, tensor_table, to_json
 from ..check.source import against_source
+from ..errors import BadBackend
 from ..files import saving, untrusted
 from ..files.atomic import replacing
 from ..files.modelfile import Model, open_model
 from ..files.quantized_model import contents_of
 from ..formats import FORMATS
-from .console import check_output, format_of, progress, refused, say
+from .console import check_output, err, format_of, progress, refused, say
 
 
 def versions() -> dict[str, str]:
@@ -42,7 +44,11 @@ FormatOption = Annotated[list[str], typer.Option("--format", help="A format's na
 OWN = "package.module:attribute for one of your own (blockfp.check.crosscheck.Backend)"
 BackendOption = Annotated[
     list[str] | None,
-    typer.Option("--backend", help=f"Of {', '.join(BACKENDS)}, or {OWN}; may be repeated. Default: all that are here."),
+    typer.Option(
+        "--backend",
+        help=f"Of {', '.join(BACKENDS)}, or all, or {OWN}; may be repeated. Default: all that are here, but for "
+        f"{' and '.join(backends.WHERE_NAMED)}, which take long.",
+    ),
 ]
 CompareOption = Annotated[
     tuple[Path, Path] | None,
@@ -68,8 +74,10 @@ def check_command(
 
     With --source it holds a quantized model against the one that it was made from: the noise of its values, and whether its
     bits are those that blockfp makes. With --compare it compares what two reports (--report) say of the same tensors instead,
-    by SHA-256. Exits with 0 if all bits are equal, 1 on any difference, 2 on bad input, also where no tensor can be
-    quantized.
+    by SHA-256.
+
+    Exits with 0 if all bits are equal; 1 on any difference; 2 on bad input, and where nothing is compared: no tensor can be
+    quantized, or only one backend has a format; 3 where a backend fails.
     """
     if compare:
         given = {"FILE": files, "--backend": backend, "--report": report, "--plot": plot, "--per-tensor": per_tensor}
@@ -107,7 +115,7 @@ def check_command(
         with replacing(plot) as temporary:
             draw(findings, temporary)
         say(f"picture: {plot}")
-    raise typer.Exit(2 if findings.empty else 0 if findings.identical else 1)
+    raise typer.Exit(2 if findings.empty else 1 if not findings.identical else 2 if findings.alone else 0)
 
 
 @contextmanager
@@ -137,9 +145,21 @@ def _run_checks(models: dict[Path, Model], findings: Findings) -> None:
                 running = [pool.submit(check, x, format, findings.backends) for format in findings.formats]
                 checks = []
                 for future in running:
-                    checks.append(future.result())
+                    try:
+                        checks.append(future.result())
+                    except BadBackend as error:
+                        if error.__cause__ is None:
+                            raise  # it is none
+                        raise _failed(path, tensor.name, error) from error
                     bar.advance(task)
                 findings.files[path].append((tensor, checks))
+
+
+def _failed(path: Path, tensor: str, error: BadBackend) -> typer.Exit:
+    """Says where a backend failed, its traceback first; returns the exit to raise."""
+    say("".join(traceback.format_exception(error.__cause__)).rstrip(), console=err)
+    say(f"error: {path}, tensor {tensor!r}: {error}", "red", err)
+    return typer.Exit(3)
 
 
 def _print_skipped(findings: Findings, shown: int | None) -> None:
@@ -159,6 +179,8 @@ def _print_verdict(findings: Findings, shown: int = 20) -> None:
     if len(differences) > shown:
         say(f"and {len(differences) - shown} more", "red")
     tensors = sum(len(tensors) for tensors in findings.files.values())
+    for name, formats in findings.without().items():
+        say(f"{name} has no {', '.join(map(str, formats))}: left out there")
     names = ", ".join(backend.name for backend in findings.backends)
     what = f"{tensors} tensors in {len(findings.formats)} formats through {names}"
     if findings.empty:
@@ -166,7 +188,9 @@ def _print_verdict(findings: Findings, shown: int = 20) -> None:
     elif differences:
         say(f"{what}: bits differ", "red")
     elif len(findings.backends) == 1:
-        say(f"{what}: only one backend, nothing to compare it with", "yellow")
+        say(f"{what}: only one backend, nothing to compare it with", "red")
+    elif findings.alone:
+        say(f"{what}: only one backend has {', '.join(map(str, findings.alone))}, nothing to compare it with", "red")
     else:
         say(f"{what}: all bits equal", "green")
 

@@ -65,6 +65,8 @@ def _errors(
 ) -> Array:
     """Bits of each element's error, in the elements' layout, for each of the scales [2, .., row blocks, column blocks]."""
     xp, element = array_namespace(stored), format.element
+    # With an axis for the scales: JAX can be told to add none (`jax_numpy_rank_promotion`).
+    tensor_amax, tensor_scale, magnitude = tensor_amax[None], tensor_scale[None], magnitude[None]
 
     def of_block(per_block: Array) -> Array:
         return per_block[..., :, None, :, None]
@@ -73,8 +75,9 @@ def _errors(
     code = round_to_element(*bits.multiply(bits.split(magnitude), bits.split(encode)), element)
     # A block has few values: one for each code but 0.
     numbers = range(1, element.max_code + 1)
-    decoded = scaled(xp.stack([xp.full_like(stored, number) for number in numbers]), element, magnitude_bits(stored, E4M3))
-    product = bits.product(decoded, tensor_amax)
+    codes = xp.stack([xp.full_like(stored, number) for number in numbers])
+    decoded = scaled(codes, element, magnitude_bits(stored, E4M3)[None])
+    product = bits.product(decoded, tensor_amax[None])
     values = materialize(bits.divide(product, xp.full_like(product, scaling.LARGEST_TWO_LEVEL[format])))
     value = xp.zeros_like(code)
     for number in numbers:

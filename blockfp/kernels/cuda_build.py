@@ -23,7 +23,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from .library import installed
+from .library import import_tvm_ffi, installed
 
 LIBRARY = "libblockfp_cuda.so"
 ELEMENTS = ("E4M3", "E5M2", "E3M2", "E2M3", "E2M1", "Int8")
@@ -221,7 +221,7 @@ def commands(out: Path, flags: tuple[str, ...]) -> list[tuple[list[str], Path]]:
 
 
 def _tvm_includes() -> list[str]:
-    from tvm_ffi import libinfo
+    libinfo = import_tvm_ffi("tvm_ffi.libinfo")
 
     return [str(libinfo.find_include_path()), str(libinfo.find_dlpack_include_path())]
 
@@ -233,7 +233,7 @@ def build(path: Path, flags: tuple[str, ...]) -> None:
         RuntimeError: the compiler failed; the message is its own.
         OSError: there is no compiler, or the library can't be written.
     """
-    from tvm_ffi import libinfo
+    libinfo = import_tvm_ffi("tvm_ffi.libinfo")
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:

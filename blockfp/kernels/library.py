@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,6 +13,43 @@ from typing import Any
 
 from . import switch
 from .once import once
+
+
+class _WithoutTorch:
+    """A finder of modules that hides PyTorch from one thread, while that imports another package.
+
+    A None in `sys.modules` would hide it from all threads.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def __enter__(self) -> None:
+        sys.meta_path.insert(0, self)
+
+    def __exit__(self, *_: object) -> None:
+        sys.meta_path.remove(self)
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == "torch" and threading.get_ident() == self._thread:
+            raise ModuleNotFoundError("hidden from what is imported here", name=name)
+
+
+def import_tvm_ffi(module: str = "tvm_ffi") -> Any:
+    """Imports TVM FFI, or a module of it, without PyTorch, which it would import first where that is installed.
+
+    That takes a second and hundreds of megabytes, and a CUDA build brings its own cuDNN and NCCL into a JAX program. Tensors of
+    a PyTorch that is imported later go through TVM FFI all the same, by DLPack. Its dtypes as arguments and
+    `tvm_ffi.use_torch_stream`, which blockfp doesn't call, want it imported first.
+    """
+    if "tvm_ffi" in sys.modules or "torch" in sys.modules:
+        return importlib.import_module(module)
+    try:
+        with _WithoutTorch():
+            return importlib.import_module(module)
+    except ImportError:
+        # A version that can't do without it; or none at all, which this says.
+        return importlib.import_module(module)
 
 
 class NothingToRunOn(Exception):
@@ -61,10 +101,7 @@ class Library:
     def _load_first(self) -> Any:
         try:
             path = self._find()
-            # It takes a second to import.
-            import tvm_ffi
-
-            module = tvm_ffi.load_module(str(path))
+            module = import_tvm_ffi().load_module(str(path))
             self.loaded = SimpleNamespace(path=path, **{name: getattr(module, name) for name in self._functions})
         except NothingToRunOn as why:
             self.why_not = str(why)

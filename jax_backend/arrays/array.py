@@ -18,7 +18,7 @@ from blockfp.definition import checks, layout, numerics
 from blockfp.formats import Format
 from blockfp.sharding.placement import Sharding
 
-from ..implementations import ops
+from ..implementations import explicit, ops
 from ..implementations.carriers import Watch, carrier_of, is_carrier
 from ..implementations.derivatives import straight_through, without_gradient
 from ..implementations.jax_internals import (
@@ -144,8 +144,7 @@ class QuantizedArray(BlockScaledArray):
         if self.tangent is not None:
             return self
         if self._watched is None:
-            zeros = jnp.zeros_like(self.codes, dtype=self.dtype, shape=self.shape)
-            return self.replace(tangent=carrier_of(zeros))
+            return self.replace(tangent=carrier_of(explicit.zeros_beside(self.codes, self.shape, self.dtype)))
         carrier, watch = self._watched
         watch.live = True
         return self.replace(tangent=carrier)

@@ -24,7 +24,7 @@ from blockfp.sharding import plans
 from blockfp.sharding.placement import Mesh, Sharding
 from blockfp.sharding.reducing import check_reduce_format, rows_alone
 
-from ..implementations import ops
+from ..implementations import explicit, ops
 from ..implementations.carriers import carrier_of
 from ..implementations.derivatives import attach, linear_map
 from ..implementations.replication import axis_index, varying
@@ -119,9 +119,8 @@ def _with_gradient(q: QuantizedArray, source: Any, plan: plans.Plan, columnwise:
         reducing.check_gradient_plan(plan)
     if not isinstance(source, Tracer):
         return q
-    # Made of the codes, so that it varies over the mesh axes that they do.
-    shape = q.shape[::-1] if columnwise else q.shape
-    whole = jnp.zeros_like(q.codes, dtype=q.dtype, shape=shape)
+    whole = explicit.zeros_beside(q.codes, q.shape, q.dtype)
+    whole = whole.mT if columnwise else whole
     like = [jax.typeof(whole)]
 
     kept = () if back.key is None else (jnp.asarray(back.key),)

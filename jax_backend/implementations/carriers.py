@@ -13,9 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .jax_internals import (
     EArray,
@@ -37,16 +39,16 @@ class _Rules:
         return ShapedArray((0,), np.dtype(np.float32))
 
     @staticmethod
-    def tangent_dtype(dtype: CarrierDType) -> np.dtype:
+    def tangent_dtype(dtype: CarrierDType) -> Any:
         return dtype.of
 
     @staticmethod
     def full(shape, fill_value, dtype: CarrierDType):
-        return carrier_of(jnp.zeros(shape, dtype.of))
+        return carrier_of(lax.full(shape, 0, dtype.of))
 
     @staticmethod
     def zero(dtype: CarrierDType):
-        return carrier_of(jnp.zeros((), dtype.of))
+        return carrier_of(lax.full((), 0, dtype.of))
 
     @staticmethod
     def global_sharded_result_handler(aval, out_sharding, committed):
@@ -63,9 +65,9 @@ class _carrier(extended_scalar, np.inexact):
 
 @dataclass(frozen=True, repr=False)
 class CarrierDType(ExtendedDType):
-    """The dtype of carriers of arrays of dtype `of`."""
+    """The dtype of carriers of arrays of dtype `of`, a NumPy or an extended one."""
 
-    of: np.dtype
+    of: Any
     _rules = _Rules
     type = _carrier  # pyright: ignore[reportAssignmentType]
     itemsize = 0  # pyright: ignore[reportAssignmentType]
@@ -93,6 +95,21 @@ class _Concrete(EArray):
 
 
 register_array(_Concrete)
+
+
+class Shares:
+    """The base of what stands in a tree for arrays whose cotangents are joined in another way than by addition.
+
+    `value_and_grad` shares it, so that all uses have one carrier.
+    """
+
+    def shared(self) -> Any:
+        """Returns this with a carrier for all uses, to which each of them gives its cotangent."""
+        raise NotImplementedError
+
+    def unshared(self) -> Any:
+        """Returns this without the carrier, whose cotangent comes from the arrays'."""
+        raise NotImplementedError
 
 
 class Watch:
@@ -140,12 +157,18 @@ saved_as_they_are(is_carrier)
 
 
 def _dtype(x) -> CarrierDType:
-    return x.dtype if is_carrier(x) else CarrierDType(np.dtype(x.dtype))
+    if is_carrier(x):
+        return x.dtype
+    return CarrierDType(x.dtype if isinstance(x.dtype, ExtendedDType) else np.dtype(x.dtype))
 
 
 def _of_concrete(x, *, watch):
-    aval = ShapedArray(np.shape(x), _dtype(x))
-    return _Concrete(aval, jnp.zeros((*np.shape(x), 0), np.float32))
+    lies = getattr(x, "sharding", None)
+    if isinstance(lies, NamedSharding):
+        # A carrier lies as what it stands for, or the gradient would lie elsewhere.
+        data = jnp.zeros((*x.shape, 0), np.float32, device=NamedSharding(lies.mesh, PartitionSpec(*lies.spec)))
+        return _Concrete(jax.typeof(x).update(dtype=_dtype(x), weak_type=False), data)
+    return _Concrete(ShapedArray(np.shape(x), _dtype(x)), jnp.zeros((*np.shape(x), 0), np.float32))
 
 
 def _lowered(ctx, x, *, watch):

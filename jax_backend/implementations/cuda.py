@@ -15,6 +15,7 @@ import numpy as np
 from blockfp.definition import bits, groups, layout
 from blockfp.definition.numerics import Amax, Quantized
 from blockfp.definition.rotation import rotate as rotated
+from blockfp.definition.views import DTYPES
 from blockfp.formats import Format
 from blockfp.kernels import cuda_library
 from blockfp.kernels.format_numbers import cuda_rotates, format_numbers, largest_multiplier, stored_numbers
@@ -64,6 +65,11 @@ def _call(name: str, out, *arrays: jax.Array, **attributes: int):
 
 def _absent(dtype) -> jax.Array:
     return jnp.zeros((0,), dtype)
+
+
+def _readable(bias: jax.Array | None) -> jax.Array | None:
+    """A bias in a dtype that the library reads."""
+    return bias if bias is None or jnp.dtype(bias.dtype).name in DTYPES else bias.astype(jnp.float32)
 
 
 def _tensor_amax(x: jax.Array, *, rotate: bool = False) -> jax.Array:
@@ -175,22 +181,30 @@ def product(
     b_format: Format,
     dtype,
     *,
+    bias: jax.Array | None = None,
     capability: tuple[int, int],
     fast: bool,
     ordered: bool = False,
     bands: bool = False,
 ) -> jax.Array:
-    """Multiplies a @ b^T, of FP8 with a scale per tensor, per row or in blocks of 1x128 and 128x128; see `kernels.products`.
+    """Multiplies a @ b^T + bias, of FP8 with a scale per tensor, per row or in blocks of 1x128 and 128x128.
+
+    `kernels.products` says which kernel it is. The bias [n], if there is one, is added to the sums in fp32.
 
     `ordered` says that scales of 1x128 lie [blocks, rows filled up to fours], as `align` writes them;
     `bands` is that of `kernels.products.plan`.
     """
     (m, k), n = a.codes.shape, b.codes.shape[0]
     if 0 in (m, n, k):
-        return jnp.zeros((m, n), dtype)
-    version, name = cublas_version(), jnp.dtype(dtype).name
-    options = {"cublas": version, "dtype": name, "fast": fast, "ordered": (ordered, ordered), "bands": bands}
-    chosen = plan(a_format, b_format, m, n, k, capability=capability, **options)
+        return jnp.zeros((m, n), dtype) + (0 if bias is None else bias.astype(dtype))
+    version, name, bias = cublas_version(), jnp.dtype(dtype).name, _readable(bias)
+    options = {"cublas": version, "fast": fast, "ordered": (ordered, ordered), "bands": bands, "capability": capability}
+    kinds = {"dtype": name, "bias": None if bias is None else jnp.dtype(bias.dtype).name}
+    chosen = plan(a_format, b_format, m, n, k, **kinds, **options)
+    if not chosen.adds_bias:
+        assert bias is not None
+        options = {"capability": capability, "fast": fast, "ordered": ordered, "bands": bands}
+        return (product(a, a_format, b, b_format, jnp.float32, **options) + bias.astype(jnp.float32)).astype(dtype)
     out, _ = _call(
         "product" if chosen.own else "product_by_cublas",
         [jax.ShapeDtypeStruct((m, n), jnp.dtype(dtype)), jax.ShapeDtypeStruct((chosen.workspace,), jnp.uint8)],
@@ -199,7 +213,7 @@ def product(
         a.scales.reshape(1) if a_format.per_tensor else a.scales,
         b.scales.reshape(1) if b_format.per_tensor else b.scales,
         _absent(jnp.int32),
-        _absent(jnp.float32),
+        _absent(jnp.float32) if bias is None else bias,
         **dict(zip(_PRODUCT, chosen.numbers, strict=True)),
     )
     return out
@@ -322,6 +336,7 @@ def multiply_groups(
     ends: jax.Array,
     dtype,
     *,
+    bias: jax.Array | None = None,
     capability: tuple[int, int],
     along_k: bool = False,
     fast: bool = False,
@@ -336,6 +351,7 @@ def multiply_groups(
         formats: of both; None for values in bfloat16, with one scale.
         ends: int32 [groups], the ends of groups among the rows, whether these are contracted or not.
         dtype: of the result.
+        bias: [groups, n], added to the sums in fp32; or None. Of groups of rows only.
         capability: of the device.
         along_k: contracts each group's rows.
         fast: whether sums of products with one scale may keep fewer bits.
@@ -347,7 +363,9 @@ def multiply_groups(
     (m, k), (*_, n, _), groups = a[0].shape, b[0].shape, ends.shape[0]
     shape = (groups, m, n) if along_k else (m, n)
     if 0 in (*shape, k, groups):
-        return jnp.zeros(shape, dtype)
+        of_row = jnp.minimum(jnp.searchsorted(ends, jnp.arange(m), side="right"), groups - 1)
+        return jnp.zeros(shape, dtype) if bias is None or not groups else bias.astype(dtype)[of_row]
+    bias = _readable(bias)
     if formats is None:
         chosen = plan_values(m, n, k, matrices=1 if along_k else groups)
     else:
@@ -364,7 +382,7 @@ def multiply_groups(
         a[1],
         b[1],
         ends,
-        _absent(jnp.float32),
+        _absent(jnp.float32) if bias is None else bias,
         **dict(zip(_PRODUCT, chosen.numbers, strict=True)),
     )
     return out

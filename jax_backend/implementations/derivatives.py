@@ -20,7 +20,7 @@ from jax.core import Tracer
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from . import explicit
+from . import amaxes, explicit
 from .carriers import carrier_of, is_carrier
 from .jax_internals import stop_also, unmapped_aval, without_tangents
 
@@ -144,7 +144,7 @@ def _attach_batch(args, dims, *, counts, rule):
         axes = (list(of_others), list(of_points), [of_points[i] for i in present])
         if all(axis is None for each in axes for axis in each):
             dots = one(others, points, [tangents[i] for i in present])
-            dots = [jnp.broadcast_to(dot, (size, *dot.shape)) for dot in dots]
+            dots = [_for_each(dot, size) for dot in dots]
         else:
             dots = jax.vmap(one, in_axes=axes, axis_size=size)(list(others), list(points), [tangents[i] for i in present])
         all_dots: list[Any] = [None] * results
@@ -199,17 +199,38 @@ def _linear_transpose(cotangents, *args, count, forward, backward, avals):
 
 
 def _linear_batch(args, dims, *, count, forward, backward, avals):
-    size = _batch_size(args, dims)
-    # A tangent that all share is handed to each, so that their cotangents are added.
-    points = [batching.bdim_at_front(x, d, size) for x, d in zip(args[count:], dims[count:], strict=True)]
-    of_known = list(dims[:count])
+    size, of_known = _batch_size(args, dims), list(dims[:count])
+    points = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args[count:], dims[count:], strict=True)]
+    shared = [d is None for d in dims[count:]]
+    of_points = [None if alone else 0 for alone in shared]
 
-    def each(function):
-        return lambda known, last: jax.vmap(function, in_axes=(of_known, 0), axis_size=size)(list(known), list(last))
+    def batched_forward(known, points):
+        return jax.vmap(forward, in_axes=(of_known, of_points), axis_size=size)(list(known), list(points))
+
+    def batched_backward(known, cotangents):
+        each = jax.vmap(backward, in_axes=(of_known, 0), axis_size=size)(list(known), list(cotangents))
+        # What all share gets the cotangents of all.
+        return [_of_all(x) if alone and x is not None else x for x, alone in zip(each, shared, strict=True)]
 
     avals = tuple(unmapped_aval(size, 0, aval) for aval in avals)
-    out = _linear_p.bind(*args[:count], *points, count=count, forward=each(forward), backward=each(backward), avals=avals)
-    return out, [0] * len(avals)
+    static = {"count": count, "forward": batched_forward, "backward": batched_backward, "avals": avals}
+    return _linear_p.bind(*args[:count], *points, **static), [0] * len(avals)
+
+
+def _of_all(cotangents: jax.Array) -> jax.Array:
+    """The cotangent of what is shared, of those along the first axis."""
+    return amaxes.largest(cotangents) if amaxes.is_amax(cotangents) else jnp.sum(cotangents, axis=0)
+
+
+def _for_each(tangent: jax.Array, size: int) -> jax.Array:
+    """A tangent that all share, along a new first axis."""
+    if not amaxes.is_amax(tangent):
+        return jnp.broadcast_to(tangent, (size, *tangent.shape))
+    like = unmapped_aval(size, 0, jax.typeof(tangent))
+    (out,) = linear_map(
+        lambda _, x: [amaxes.repeated(x, size)], lambda _, __, each: amaxes.largest(each[0]), (), tangent, [like]
+    )
+    return out
 
 
 _linear_p = Primitive("straight_through_linear")

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from blockfp.definition import layout
 from blockfp.definition.numerics import Amax, Quantized
@@ -55,6 +57,22 @@ def resharded_like(x: jax.Array, other: jax.Array) -> jax.Array:
     if mesh_of(other) is None or jax.typeof(x).sharding == jax.typeof(other).sharding:
         return x
     return jax.sharding.reshard(x, jax.typeof(other).sharding)
+
+
+def zeros_beside(codes: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Zeros of the shape of the values of codes, which lie as the codes do, along the axes that the mesh divides evenly.
+
+    JAX's own `zeros_like` with a shape lies whole on each device.
+    """
+    if not isinstance(codes, Tracer):
+        lies = getattr(codes, "sharding", None)
+        if isinstance(lies, NamedSharding):
+            entries = (*lies.spec, *(None,) * (len(shape) - len(lies.spec)))
+            lies = NamedSharding(lies.mesh, even(entries, shape, lies.mesh))
+        return jnp.zeros(shape, dtype, device=lies if isinstance(lies, NamedSharding | SingleDeviceSharding) else None)
+    # Made of the codes, so that under shard_map they vary over the same axes.
+    zeros, mesh = jnp.zeros_like(codes, dtype=dtype, shape=shape), mesh_of(codes)
+    return zeros if mesh is None else jax.sharding.reshard(zeros, NamedSharding(mesh, even(spec_of(codes), shape, mesh)))
 
 
 def spec_of(x: jax.Array) -> tuple:

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
-from jax._src import ad_checkpoint, core, dispatch, dtypes
+from jax._src import ad_checkpoint, ad_util, core, dispatch, dtypes
 from jax._src.earray import EArray
 from jax._src.interpreters import ad, mlir, pxla
 from jax._src.lax import lax as lax_functions
@@ -55,12 +56,19 @@ __all__ = [
 ]
 
 
-def register_array(kind: type[EArray]) -> None:
-    """Registers a subclass of EArray with JAX, with the handlers that JAX has for EArray itself."""
+def register_array(kind: type[EArray], add: Callable[[Any, Any], Any] | None = None) -> None:
+    """Registers a subclass of EArray with JAX, with the handlers that JAX has for EArray itself.
+
+    Args:
+        kind: the class.
+        add: adds two cotangents of that kind, where there are such.
+    """
     pxla.shard_arg_handlers[kind] = pxla.shard_arg_handlers[EArray]
     core.pytype_aval_mappings[kind] = lambda x: x.aval
     dtypes.register_canonicalize_value_handler(kind, None)
     mlir.register_constant_handler(kind, _as_constant)  # pyright: ignore[reportArgumentType]
+    if add is not None:
+        ad_util.raw_jaxval_adders[kind] = add
 
 
 def _as_constant(x: Any, aval: Any) -> Any:
@@ -125,7 +133,8 @@ def without_tangents(tree: Any) -> Any:
 def _without_tangent(x: Any) -> Any:
     while isinstance(x, ad.JVPTracer | ad.LinearizeTracer):
         x = x.primal
-    return lax.stop_gradient(x) if isinstance(x, core.Tracer) else x
+    # Integers have no tangent. Another variable of them, such as `stop_gradient` makes, a scan would keep for its backward.
+    return lax.stop_gradient(x) if isinstance(x, core.Tracer) and not dtypes.issubdtype(x.dtype, np.integer) else x
 
 
 def physical_result_handler(aval: Any, sharding: Any, committed: bool) -> Any:

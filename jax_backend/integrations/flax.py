@@ -44,10 +44,10 @@ def convert(model: Any, recipe: Recipe | str | ByPath, filter_fn: Filter | None 
         model: of nnx, or of linen and not bound yet.
         recipe: a `Recipe`, its name, or a function from a layer's path ("layers.0.up") to one of these, or to None for a layer
             that stays as it is; or a mapping of patterns of paths to these (`recipes.ByPath`).
-        filter_fn: called with path and layer, or with layer and path where its parameters' names say so; False leaves the layer
+        filter_fn: called with path and layer, or with layer and path where their parameters' names say so; False leaves the layer
             as it is.
-        rngs: of nnx models whose recipe rounds stochastically: each layer takes a stream of its own. A linen model takes
-            `apply(.., rngs={"quantize": key})`.
+        rngs: of nnx models: each layer whose recipe rounds stochastically takes a stream of its own; others draw nothing. A
+            linen model takes `apply(.., rngs={"quantize": key})`.
 
     Returns:
         The nnx model; a linen module in the place of the one given.
@@ -55,7 +55,7 @@ def convert(model: Any, recipe: Recipe | str | ByPath, filter_fn: Filter | None 
     Raises:
         TypeError: model is neither.
         ValueError: a model without such a layer, or without one in which a mapping's pattern is found (of linen: at `init`);
-            a missing or needless rngs, delayed scaling, or a format of weights that has no exact transpose; a layer with
+            a missing rngs, delayed scaling, or a format of weights that has no exact transpose; a layer with
             adapters inside, or layers that are stacked along another axis than the first.
     """
     if isinstance(model, linen.Module):
@@ -77,8 +77,9 @@ def convert(model: Any, recipe: Recipe | str | ByPath, filter_fn: Filter | None 
             _check_alone(path, (name for name, value in vars(layer).items() if isinstance(value, nnx.Param)))
             chosen.append((layer, one))
     _check_found(recipe, [path for path, _ in named], chosen, "flax.nnx.Linear")
-    if any(_draws(one) for _, one in chosen) is not (rngs is not None):
-        raise ValueError(f"rngs = {rngs}: a recipe that rounds stochastically needs one, such as nnx.Rngs(0), any other none")
+    drawing = next((one for _, one in chosen if _draws(one)), None)
+    if drawing is not None and rngs is None:
+        raise ValueError(f"rngs = None: recipe {drawing} rounds stochastically and needs one, such as nnx.Rngs(quantize=0)")
     for layer, one in chosen:
         layer.kernel = layer.kernel.replace(quantize_weight(layer.kernel.get_value(), one.weight.format))
         layer.recipe, layer.keys = one, _keys_for(layer, rngs) if rngs is not None and _draws(one) else None

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 
 from blockfp import recipes
 from blockfp.definition import scaling
 from blockfp.recipes import Operand, Recipe
 
-from ..implementations import replication
+from ..implementations import amaxes, replication
+from ..implementations.carriers import Shares, carrier_of
+from ..implementations.derivatives import attach, linear_map
 from ..params.trees import describe, map_with_path
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class DelayedState:
+class DelayedState(Shares):
     """Amax history and scale of a layer's input and gradient; float32. Stacks of layers (scan, vmap) have leading axes.
 
     `linear` gives back a state whose input history has the new amax. The gradient's amax is known in the backward only: it
@@ -31,8 +33,10 @@ class DelayedState:
         (loss, state), (grads, seen) = bfp.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, state, batch)
         state = bfp.update_scales(state, seen, recipe)
 
-    A layer that runs several times in one step passes the state on from each call to the next; the largest amax then counts.
-    vmap adds the cotangents of what it doesn't map, so a state under it is mapped too (`dot_general`'s batch axes share one).
+    A layer that runs several times in one step passes the state on from each call to the next, so that it has all amaxes of
+    inputs. Of gradients' amaxes the largest counts, also of several calls with one state, and where a scan or vmap closes over
+    it. `seen` of several microbatches is joined by `jax.tree.map(jnp.maximum, ..)`. `update_scales` refuses amaxes that were
+    added up or averaged; `jax.grad` adds up those of several uses.
 
     Attributes:
         input_amax_history: [..., history], newest first.
@@ -46,32 +50,79 @@ class DelayedState:
     gradient_amax_history: jax.Array
     gradient_scale: jax.Array
 
+    carrier: ClassVar[jax.Array | None] = None
+
     def after_forward(self, amax: jax.Array) -> DelayedState:
         """Records an amax, float32 of shape (), in the input history."""
         return replace(self, input_amax_history=scaling.record(self.input_amax_history, lax.stop_gradient(amax)))
 
-    def cotangent(
-        self, wanted: DelayedState, amax: Callable[[], jax.Array], later: Sequence[jax.Array], varies: replication.Axes | None
-    ) -> DelayedState:
-        """The cotangent of this state: the amax of a layer's gradient, or that of a later use.
+    def shared(self) -> DelayedState:
+        amax, scale = self.gradient_amax_history[..., 0], self.gradient_scale
+        if not (isinstance(amax, Tracer) or isinstance(scale, Tracer)):
+            return self
+        carrier = carrier_of(amaxes.as_amax(_checked(amax, scale)))
+        parts = {field.name: lax.stop_gradient(getattr(self, field.name)) for field in fields(DelayedState)}
+        return _SharedState(**parts, carrier=carrier)
 
-        Args:
-            wanted: a state with None where no cotangent is.
-            amax: gives float32 of shape ().
-            later: the cotangents of the state that the layer gave back, its leaves.
-            varies: the mesh axes that this state varies over.
-        """
-        if not jax.tree.leaves(wanted):
-            return wanted
-        made = self._after_backward(amax(), jax.tree.structure(self).unflatten(later), varies)
-        return jax.tree.map(lambda want, part: None if want is None else part, wanted, made, is_leaf=lambda x: x is None)
+    def unshared(self) -> DelayedState:
+        return self
 
-    def _after_backward(self, amax: jax.Array, later: DelayedState, varies: replication.Axes | None) -> DelayedState:
-        # The largest of all uses counts, so a later use's goes on to an earlier one as a maximum and no sum.
-        newest = scaling.record(later.gradient_amax_history, amax)[0]
-        zeros = jax.tree.map(jnp.zeros_like, self)
-        history = zeros.gradient_amax_history.at[0].set(replication.max_like(newest, varies))
-        return replace(zeros, gradient_amax_history=history)
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _SharedState(DelayedState):
+    """A state that is differentiated. Amaxes of gradients go to a carrier [...], which takes the largest of them."""
+
+    carrier: jax.Array | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def shared(self) -> DelayedState:
+        return self
+
+    def unshared(self) -> DelayedState:
+        history = self.gradient_amax_history
+
+        def rule(_, __, tangent):
+            forward = lambda _, amax: [jnp.zeros_like(history).at[..., 0].set(amaxes.as_float(amax))]  # noqa: E731
+            backward = lambda _, __, cotangents: amaxes.as_amax(cotangents[0][..., 0])  # noqa: E731
+            return linear_map(forward, backward, (), tangent, [jax.typeof(history).to_tangent_aval()])
+
+        history = attach(history, (), self.carrier, rule)
+        return DelayedState(self.input_amax_history, self.input_scale, history, self.gradient_scale)
+
+
+def given_back(state: DelayedState, given: DelayedState) -> DelayedState:
+    """A state after a layer as the caller gave one: with a carrier, or not."""
+    return state.unshared() if given.carrier is None else state
+
+
+def _checked(amax: jax.Array, scale: jax.Array) -> jax.Array:
+    """Passes an amax, float32 [...], on as a cotangent of its own, and its root as that of the scale.
+
+    Of amaxes that are added up or averaged afterwards the roots are others.
+    """
+
+    def backward(_, wanted, cotangents):
+        made = cotangents[0], jnp.sqrt(cotangents[0])
+        return tuple(None if want is None else each for want, each in zip(wanted, made, strict=True))
+
+    def rule(_, __, tangents):
+        like = [jax.typeof(amax).to_tangent_aval()]
+        forward = lambda _, given: [jnp.zeros_like(amax) if given[0] is None else given[0]]  # noqa: E731
+        return linear_map(forward, backward, (), tangents, like)
+
+    return attach(amax, (), (carrier_of(amax), carrier_of(scale)), rule)
+
+
+def cotangent(amax: Callable[[], jax.Array], later: Sequence[jax.Array], varies: replication.Axes | None) -> jax.Array:
+    """The cotangent of a state's carrier: the amax of a layer's gradient, or that of a later use.
+
+    Args:
+        amax: gives float32 of shape ().
+        later: the cotangent of the carrier that the layer gave back.
+        varies: the mesh axes that the state varies over.
+    """
+    newest = scaling.record(jnp.stack([amaxes.as_float(each) for each in later]), amax())[0]
+    return amaxes.as_amax(replication.max_like(newest, varies))
 
 
 def delayed_state(recipe: Recipe | str) -> DelayedState:
@@ -98,7 +149,8 @@ def update_scales(states: Any, seen: Any, recipe: Recipe | str, *, axes: Sequenc
 
     Raises:
         ValueError: the recipe doesn't scale by history, an axis is unknown, or a leaf is no state of this recipe or has no
-            cotangent of its shape: the message names its path.
+            cotangent of its shape, or one of amaxes that were added up or averaged: the message names its path. What is traced
+            can't raise: then the gradient's scale is NaN.
     """
     recipe = _delayed(recipe)
     options = recipe.delayed
@@ -114,7 +166,7 @@ def update_scales(states: Any, seen: Any, recipe: Recipe | str, *, axes: Sequenc
                 f"a state of recipe {recipe} has histories [.., {options.history}], and seen alike, got {histories[0]} and "
                 f"{histories[1]}"
             )
-        return its
+        return replace(its, gradient_scale=_mixed(its))
 
     for name in axes:
         replication.axis_index(name)
@@ -122,6 +174,7 @@ def update_scales(states: Any, seen: Any, recipe: Recipe | str, *, axes: Sequenc
     leaves, tree = jax.tree.flatten(states, is_leaf=_is_state)
     observed = tree.flatten_up_to(seen)
     inputs = [_first(s.input_amax_history) for s in leaves]
+    mixed = [its.gradient_scale for its in observed]
     gradients = [
         scaling.record(_first(s.gradient_amax_history), _first(o.gradient_amax_history)[0])
         for s, o in zip(leaves, observed, strict=True)
@@ -143,27 +196,43 @@ def update_scales(states: Any, seen: Any, recipe: Recipe | str, *, axes: Sequenc
                     history, scale, format.element, margin=options.margin, algorithm=options.algorithm
                 )
             moved += [jnp.moveaxis(history, 0, -1), scale]
-        updated.append(DelayedState(*moved))
+        input_history, input_scale, gradient_history, gradient_scale = moved
+        gradient_scale = jnp.where(mixed[i], jnp.nan, gradient_scale)
+        updated.append(DelayedState(input_history, input_scale, gradient_history, gradient_scale))
     return jax.tree.unflatten(tree, updated)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def for_each(state: DelayedState, count: int) -> DelayedState:
-    """Repeats a state for each of `count` layers under vmap; `of_all` puts what they give back together."""
-    return jax.tree.map(lambda part: jnp.broadcast_to(part, (count, *part.shape)), state)
+def _mixed(seen: DelayedState) -> jax.Array:
+    """Returns where amaxes were added up or averaged: their roots, which came beside them, aren't those of the sum.
+
+    Raises:
+        ValueError: some were, as is known now.
+    """
+    amax, root = seen.gradient_amax_history[..., 0], seen.gradient_scale
+    # A cotangent that nobody checked has none.
+    mixed = (root != 0) & (jnp.abs(jnp.sqrt(amax) - root) > 1e-5 * root)
+    if not isinstance(mixed, Tracer) and mixed.any():
+        raise ValueError(
+            "amaxes in seen were added up or averaged, and the largest of them counts: differentiate by blockfp.jax.grad or "
+            "value_and_grad where a state is used several times (or pass it on from call to call), join those of microbatches "
+            "by jax.tree.map(jnp.maximum, ..), and those of ranks by axes="
+        )
+    return mixed
 
 
-@jax.custom_vjp
 def of_all(states: DelayedState) -> DelayedState:
-    """Joins the states of layers [count] that shared one: the largest amax of any counts."""
-    return jax.tree.map(lambda part: jnp.max(part, axis=0), states)
+    """Joins what layers [count] gave back under vmap that shared a state: the largest amax of any counts."""
+    joined = {field.name: jnp.max(getattr(states, field.name), axis=0) for field in fields(DelayedState)}
+    if states.carrier is None:
+        return DelayedState(**joined)
+    count, one = states.carrier.shape[0], amaxes.as_amax(joined["input_scale"])
 
+    def rule(_, __, tangents):
+        like = [jax.typeof(one)]
+        forward = lambda _, each: [amaxes.largest(each)]  # noqa: E731
+        return linear_map(forward, lambda _, __, of_one: amaxes.repeated(of_one[0], count), (), tangents, like)
 
-# vmap would add the cotangents of a state that isn't mapped. They are amaxes, and a layer passes on the largest.
-for_each.defvjp(lambda state, count: (for_each(state, count), None), lambda count, _, cotangent: (of_all(cotangent),))
-of_all.defvjp(
-    lambda states: (of_all(states), states.input_scale.shape[0]), lambda count, cotangent: (for_each(cotangent, count),)
-)
+    return _SharedState(**joined, carrier=attach(carrier_of(one), (), states.carrier, rule))
 
 
 def _largest_over(histories: list[jax.Array], axes: Sequence[str]) -> list[jax.Array]:

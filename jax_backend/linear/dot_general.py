@@ -8,14 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from blockfp.definition.rounding import Key, fold_in
+from blockfp.definition.views import DTYPES
 from blockfp.recipes import Recipe
 
 from ..arrays.array import QuantizedArray
-from ..implementations import ops
-from .delayed import DelayedState, for_each, of_all
-from .linear import linear
+from ..implementations import explicit, ops
+from .delayed import DelayedState, given_back, of_all
+from .linear import linear_to
 
 
 def dot_general(
@@ -42,7 +44,8 @@ def dot_general(
         dimension_numbers: ((contracted axes of lhs, of rhs), (batch axes of lhs, of rhs)).
         precision: must be None or a default, or a pair of such: a recipe says how products accumulate.
         preferred_element_type: dtype of the result; lhs's by default.
-        out_sharding: must be None: `linear` inside shard_map has products over several devices.
+        out_sharding: a PartitionSpec or NamedSharding on a mesh with Explicit axes, as the result shall lie; None leaves that
+            to the operands (see `linear`).
         recipe: a `Recipe` or its name.
         key, state: as for `linear`.
 
@@ -57,9 +60,10 @@ def dot_general(
     """
     if not all(each in (None, "default", lax.Precision.DEFAULT) for each in _each(precision)):
         raise ValueError(f"precision = {precision}: the recipe's fast_accum says how products accumulate; leave it None")
-    if out_sharding is not None:
+    if out_sharding is not None and not (isinstance(out_sharding, PartitionSpec | NamedSharding) and _is_explicit(lhs)):
         raise ValueError(
-            f"out_sharding = {out_sharding}: quantized products over several devices run inside shard_map, see linear"
+            f"out_sharding = {out_sharding}: it must be a PartitionSpec or NamedSharding of a mesh with Explicit axes, on "
+            "which lhs lies; inside shard_map a result is each rank's own"
         )
     if isinstance(lhs, QuantizedArray):
         raise TypeError("lhs must be an array in high precision, got a QuantizedArray: the recipe quantizes it")
@@ -68,27 +72,32 @@ def dot_general(
     jax.eval_shape(lambda a, b: lax.dot_general(a, b, dimension_numbers), *shapes)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     batch = tuple(lhs.shape[axis] for axis in lhs_batch)
-    x, tokens = _as_matrices(lhs, tuple(lhs_contract), tuple(lhs_batch))
+    x, tokens = _with_one_contracted("lhs", lhs, tuple(lhs_contract), tuple(lhs_batch))
     w: Any
     if isinstance(rhs, QuantizedArray):
         w, features = _quantized_matrix(rhs, tuple(rhs_contract), tuple(rhs_batch))
     else:
-        w, features = _as_matrices(rhs, tuple(rhs_contract), tuple(rhs_batch))
+        w, features = _with_one_contracted("rhs", rhs, tuple(rhs_contract), tuple(rhs_batch))
+        w = _merged("rhs", w, len(batch), len(features))
+    wanted = x.dtype if preferred_element_type is None else jnp.dtype(preferred_element_type)
+    dtype = wanted if wanted.name in DTYPES else x.dtype
     if not batch:
-        y = linear(x, w, recipe=recipe, key=key, state=state)
+        y = linear_to(dtype, x, w, None, recipe, key, state)
     else:
         # Each matrix has a key of its own.
         words = None if key is None else jnp.asarray(ops.key_array(key))
         count = math.prod(batch)
         keys = None if words is None else jax.vmap(lambda i: fold_in(words, i))(jnp.arange(count, dtype=jnp.int32))
-        states = None if state is None else for_each(state, count)
-        each = jax.vmap(lambda x, w, key, state: linear(x, w, recipe=recipe, key=key, state=state))
-        y = each(x.reshape(count, *x.shape[-2:]), w.reshape(count, *w.shape[-2:]), keys, states)
+        shared = None if state is None else state.shared()
+        each = jax.vmap(lambda x, w, key: linear_to(dtype, x, w, None, recipe, key, shared))
+        x, w = (_merged(name, operand, 0, len(batch)) for name, operand in (("lhs", x), ("rhs", w)))
+        y = each(x, w, keys)
     if state is not None:
         y, new = y
-        state = of_all(new) if batch else new
-    y = y.reshape(*batch, *tokens, *features)
-    y = y if preferred_element_type is None else y.astype(preferred_element_type)
+        state = given_back(of_all(new), state) if batch else new
+    shape = (*batch, *tokens, *features)
+    y = (y if y.shape == shape else y.reshape(shape)).astype(wanted)
+    y = y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
     return y if state is None else (y, state)
 
 
@@ -96,13 +105,33 @@ def _each(precision: Any) -> tuple[Any, ...]:
     return tuple(precision) if isinstance(precision, tuple | list) else (precision,)
 
 
-def _as_matrices(x: jax.Array, contract: tuple[int, ...], batch: tuple[int, ...]) -> tuple[jax.Array, tuple[int, ...]]:
-    """([batch.., free, contracted], lengths of the free axes)."""
+def _is_explicit(x: jax.Array) -> bool:
+    return explicit.mesh_of(x) is not None or bool(jax.sharding.get_abstract_mesh().explicit_axes)
+
+
+def _with_one_contracted(
+    name: str, x: jax.Array, contract: tuple[int, ...], batch: tuple[int, ...]
+) -> tuple[jax.Array, tuple[int, ...]]:
+    """([batch.., free.., contracted], lengths of the free axes)."""
     free = tuple(axis for axis in range(x.ndim) if axis not in contract and axis not in batch)
-    lengths = tuple(x.shape[axis] for axis in free)
     moved = jnp.transpose(x, (*batch, *free, *contract))
-    shape = (*(x.shape[axis] for axis in batch), math.prod(lengths), math.prod(x.shape[axis] for axis in contract))
-    return moved.reshape(shape), lengths
+    return _merged(name, moved, len(batch) + len(free), len(contract)), tuple(x.shape[axis] for axis in free)
+
+
+def _merged(name: str, x: jax.Array, first: int, count: int) -> jax.Array:
+    """Merges `count` axes from the first on into one; raises ValueError where Explicit axes cut another than their first."""
+    if count == 1:
+        return x
+    if explicit.mesh_of(x) is not None:
+        for axis in range(first + 1, first + count):
+            cut = explicit.axis_names(explicit.spec_of(x)[axis])
+            if cut:
+                raise ValueError(
+                    f"axes {tuple(range(first, first + count))} of {name} become one, and axis {axis} is cut over {cut[0]!r}, "
+                    "a mesh axis of type Explicit (counted with batch axes first, then free ones): of such axes only the "
+                    "first may be cut"
+                )
+    return x.reshape(*x.shape[:first], math.prod(x.shape[first : first + count]), *x.shape[first + count :])
 
 
 def _quantized_matrix(rhs: QuantizedArray, contract: tuple[int, ...], batch: tuple[int, ...]):

@@ -99,7 +99,7 @@ def dispatch(
     else:
         tokens = _sent(x, recipe.input.format, recipe.eps, route, of_tokens=True)
         if isinstance(x, Tracer):
-            zeros = carrier_of(jnp.zeros_like(tokens.codes, dtype=tokens.dtype, shape=tokens.shape))
+            zeros = carrier_of(explicit.zeros_beside(tokens.codes, tokens.shape, tokens.dtype))
             tokens = tokens.replace(tangent=_linked(zeros, route, x, of_tokens=True))
     return Received(tokens, counts, route.fits, recipe, route)
 

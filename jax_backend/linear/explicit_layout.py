@@ -36,8 +36,9 @@ class ExplicitLayout:
         contracted = set(explicit.axis_names(x_in))
         out = explicit.without(out, taken | contracted)
         kept = w_in if w_in == x_in else None
-        every = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-        return cls(every, PartitionSpec(*tokens, out), PartitionSpec(out, kept))
+        # Axes of a shard_map around stay Manual.
+        within = mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, AxisType.Auto))
+        return cls(within, PartitionSpec(*tokens, out), PartitionSpec(out, kept))
 
     def constrained(self, weight: Matrix) -> Matrix:
         """Brings the weight to where the product needs it: codes and scales, not their values."""

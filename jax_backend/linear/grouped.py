@@ -23,7 +23,7 @@ from blockfp.recipes import Cast, Recipe
 from ..arrays.array import QuantizedArray
 from ..implementations import explicit, ops, replication
 from .arguments import check_quantized_input, check_state, check_tensors, stored_weight
-from .delayed import DelayedState
+from .delayed import DelayedState, given_back
 from .grouped_codes import GroupCodes, quantize_groups
 from .grouped_products import all_at_once, multiply_columns, multiply_rows
 from .grouped_spans import by_columns, by_rows
@@ -110,10 +110,10 @@ def grouped_linear(
     dtype, weight_dtype = np.dtype(x.dtype), np.dtype(weight.dtype)
     at_once = all_at_once(recipe, dtype, weight_dtype)
     tile = UNIT if at_once else tile_rows(recipe)
-    layer = _GroupedLinear(recipe, placement, dtype, weight_dtype, expert_axis, tile, at_once)
+    layer = _GroupedLinear(recipe, placement, dtype, weight_dtype, dtype, expert_axis, tile, at_once)
     sizes = group_sizes.astype(jnp.int32)
-    y, state_out = layer(x, weight, carrier, bias, sizes, words, state)
-    return y if state is None else (y, state_out)
+    y, state_out = layer(x, weight, carrier, bias, sizes, words, None if state is None else state.shared())
+    return y if state is None else (y, given_back(state_out, state))
 
 
 @dataclass(frozen=True)
@@ -163,11 +163,11 @@ class _GroupedLinear(Layer):
         casts = self.recipe.gradient, self.recipe.gradient_columnwise
         return self._quantized(g, kept.tiles, casts, scaling, rowwise, columnwise)
 
-    def multiply_rows(self, operand: Any, weight: Any, tiles, *, fast) -> jax.Array:
+    def multiply_rows(self, operand: Any, weight: Any, tiles, dtype, *, bias=None, fast) -> jax.Array:
         exact = self.recipe.exact_products
         if self.at_once:
-            return multiply_rows(operand, weight, tiles, self.dtype, fast=fast, exact=exact)
-        y = by_rows(operand, weight, tiles, self.dtype, fast=fast, exact=exact)
+            return multiply_rows(operand, weight, tiles, dtype, bias=bias, fast=fast, exact=exact)
+        y = by_rows(operand, weight, tiles, dtype, bias=bias, fast=fast, exact=exact)
         return gather_rows(y, tiles.target)
 
     def multiply_rows_back(self, gradient: Any, weight: Any, tiles, *, fast) -> jax.Array:

@@ -76,21 +76,30 @@ def _mode(a: Format | None, b: Format | None, *, exact: bool) -> Mode | None:
 
 
 def multiply_rows(
-    x: GroupCodes, weight: Matrix, tiles: Tiles, dtype, *, fast: bool, exact: bool, turned: bool = False
+    x: GroupCodes,
+    weight: Matrix,
+    tiles: Tiles,
+    dtype,
+    *,
+    bias: jax.Array | None = None,
+    fast: bool,
+    exact: bool,
+    turned: bool = False,
 ) -> jax.Array:
-    """Multiplies rows with their group's weight; zeros for rows beyond all groups.
+    """Multiplies rows with their group's weight, and adds its bias; zeros for rows beyond all groups.
 
     Args:
         x: [tokens, k].
         weight: [groups, n, k]; or with `turned` stored as [groups, k, n], in square blocks.
         tiles: where groups lie.
         dtype: of the product, [tokens, n].
+        bias: [groups, n], or None.
         fast, exact: as for `products.product`.
         turned: see `weight`.
     """
     mode = _mode(x.format, weight.format if isinstance(weight, QuantizedArray) else None, exact=exact)
 
-    def kernel(x, weight, tiles):
+    def kernel(x, weight, bias, tiles):
         weight = _turned(weight) if turned and mode != "aligned" else weight
         ends, options = jnp.cumsum(tiles.sizes), {"capability": capability(), "fast": fast}
         if mode is None:
@@ -102,14 +111,14 @@ def multiply_rows(
         else:
             formats, left = (x.format, weight.format), (x.codes, x.scales)
             right = weight.codes, weight.scales.reshape(-1) if weight.format.per_tensor else weight.scales
-        y = cuda.multiply_groups(left, right, formats, ends, dtype, **options)
+        y = cuda.multiply_groups(left, right, formats, ends, dtype, bias=bias, **options)
         return jnp.where((jnp.arange(y.shape[0]) < ends[-1])[:, None], y, jnp.zeros((), y.dtype))
 
-    def definition(x, weight, tiles):
+    def definition(x, weight, bias, tiles):
         weight = weight.mT if turned else weight
-        return gather_rows(by_rows(x.tiles(tiles), weight, tiles, dtype, fast=fast, exact=True), tiles.target)
+        return gather_rows(by_rows(x.tiles(tiles), weight, tiles, dtype, bias=bias, fast=fast, exact=True), tiles.target)
 
-    return on_device(kernel, definition, x, weight, tiles)
+    return on_device(kernel, definition, x, weight, bias, tiles)
 
 
 def multiply_columns(a: GroupCodes, b: GroupCodes, tiles: Tiles, dtype, *, fast: bool, exact: bool) -> jax.Array:

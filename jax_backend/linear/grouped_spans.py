@@ -25,17 +25,22 @@ class _Span(NamedTuple):
     own: jax.Array  # how many of them are its group's
 
 
-def by_rows(x: Matrix, weight: Matrix, tiles: Tiles, dtype, *, fast: bool, exact: bool) -> jax.Array:
-    """[tiles * rows, n]: each tile of x [tiles, rows, k] times its group's matrix of weight [groups, n, k], transposed."""
-    vary = _varying(x, weight, tiles)
+def by_rows(
+    x: Matrix, weight: Matrix, tiles: Tiles, dtype, *, bias: jax.Array | None = None, fast: bool, exact: bool
+) -> jax.Array:
+    """[tiles * rows, n]: each tile of x [tiles, rows, k] times its group's matrix of weight [groups, n, k], transposed.
+
+    Each group's row of bias [groups, n], if there is one, is added before the product is rounded.
+    """
+    vary = _varying(x, weight, bias, tiles)
     of_groups = _of_groups(tiles)
 
     def of_group(group, y: jax.Array) -> jax.Array:
-        matrix = _matrix(weight, group)
+        matrix, own = _matrix(weight, group), None if bias is None else bias[group]
 
         def of_span(i, y: jax.Array) -> jax.Array:
             span = _span(of_groups, tiles, group, i)
-            each = product(_side_by_side(x, span, tiles, axis=0), matrix, dtype, fast=fast, exact=exact)
+            each = product(_side_by_side(x, span, tiles, axis=0), matrix, dtype, bias=own, fast=fast, exact=exact)
             return vary(lax.dynamic_update_slice_in_dim(y, each, span.first * tiles.rows, 0))
 
         return lax.fori_loop(0, -(-of_groups.own[group] // tiles.spare), of_span, y)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 
 from blockfp.recipes import Cast, Recipe
@@ -26,7 +26,7 @@ from ..implementations.carriers import carrier_of
 from ..implementations.derivatives import attach, either, linear_map
 from ..implementations.jax_internals import evaluating, runs_at_once, without_tangents
 from .arguments import transposed_weight
-from .delayed import DelayedState
+from .delayed import DelayedState, cotangent
 from .layer_placement import LayerPlacement
 from .operands import Pair
 from .products import Matrix
@@ -49,14 +49,16 @@ class Layer(ABC):
     Attributes:
         recipe: the recipe.
         placement: how the layer lies inside shard_map.
-        dtype: the dtype of x, y and the gradient of x.
+        dtype: the dtype of x and its gradient.
         weight_dtype: the dtype of the weight's gradient.
+        result: the dtype of y.
     """
 
     recipe: Recipe
     placement: LayerPlacement
     dtype: np.dtype
     weight_dtype: np.dtype
+    result: np.dtype
 
     def __call__(self, x, weight, carrier, bias, sizes, key, state) -> tuple[jax.Array, DelayedState | None]:
         """Computes (y, state after the forward) with derivatives; `carrier` is that of the weight."""
@@ -84,12 +86,14 @@ class Layer(ABC):
         return self.placement.gathered(weight)
 
     @abstractmethod
-    def multiply_rows(self, operand: Matrix, weight: Matrix, tiles: Any, *, fast: bool) -> jax.Array:
-        """Multiplies a rowwise operand with the weight, transposed: y of x."""
+    def multiply_rows(
+        self, operand: Matrix, weight: Matrix, tiles: Any, dtype: np.dtype, *, bias: jax.Array | None = None, fast: bool
+    ) -> jax.Array:
+        """Multiplies a rowwise operand with the weight, transposed, and adds a bias before it rounds: y of x."""
 
     def multiply_rows_back(self, gradient: Matrix, weight: Matrix, tiles: Any, *, fast: bool) -> jax.Array:
         """Multiplies the rowwise gradient with the weight as it is stored: dx."""
-        return self.multiply_rows(gradient, transposed_weight(weight, self.recipe), tiles, fast=fast)
+        return self.multiply_rows(gradient, transposed_weight(weight, self.recipe), tiles, self.dtype, fast=fast)
 
     @abstractmethod
     def multiply_columns(self, gradient: Matrix, x: Matrix, tiles: Any, *, fast: bool) -> jax.Array:
@@ -98,10 +102,6 @@ class Layer(ABC):
     @abstractmethod
     def bias_rows(self, bias: jax.Array, tiles: Any) -> jax.Array:
         """The bias as it is added to rows of y."""
-
-    def with_bias(self, y: jax.Array, bias: Any, tiles: Any) -> jax.Array:
-        """Adds a bias, or None, to rows of y."""
-        return y if bias is None else y + self.bias_rows(bias, tiles).astype(y.dtype)
 
     @abstractmethod
     def sum_rows(self, g: jax.Array, tiles: Any) -> jax.Array:
@@ -162,40 +162,44 @@ def _in_one_program(*static: str) -> Callable[[Callable[..., Any]], Callable[...
 
 
 def _plain(layer: Layer, x, weight, carrier, bias, sizes, key, state):
-    y, tiles, state, *_ = _multiplied(layer, False, x, weight, sizes, state)
-    return layer.with_bias(y, bias, tiles), state
+    y, _, state, *_ = _multiplied(layer, False, x, weight, bias, sizes, state)
+    return y, state
 
 
 def _differentiable(layer: Layer, x, weight, carrier, bias, sizes, key, state):
     point = x
     if isinstance(x, QuantizedArray):
         x, point = x.without_carrier(), x.carrier
-    carriers = carriers_of(LayerInputs(point, carrier, bias, state))
+    carriers = carriers_of(LayerInputs(point, carrier, bias, None if state is None else state.carrier))
     types = replication.VaryingAxes.of(point, carrier, bias, state)
     x, weight, bias, state = without_tangents((x, weight, bias, state))
-    y, tiles, state_after, row, column = _multiplied(layer, carriers.weight is not None, x, weight, sizes, state)
-    with evaluating() if runs_at_once() else nullcontext():
-        # No part of the program above, in which XLA could leave out the rounding of what the bias is added to.
-        y = layer.with_bias(y, bias, tiles)
+    y, tiles, state_after, row, column = _multiplied(layer, carriers.weight is not None, x, weight, bias, sizes, state)
     kept = Residuals(row, x if layer.placement.gathers_input else column, weight, tiles, key, state, types)
-    results = y, state_after
-    like = [jax.typeof(leaf) for leaf in jax.tree.leaves(results)]
+    # Of what a state has its carrier alone has a derivative; it is its last leaf.
+    later = [] if state_after is None or state_after.carrier is None else [state_after.carrier]
+    like, others = [jax.typeof(leaf) for leaf in (y, *later)], len(jax.tree.leaves(state_after)) - len(later)
 
     def rule(kept, carriers, tangents):
-        return linear_map(partial(_forward, layer, like[0]), partial(_backward, layer), (kept, carriers), tangents, like)
+        dots = linear_map(partial(_forward, layer, like), partial(_backward, layer), (kept, carriers), tangents, like)
+        return [dots[0], *(None for _ in range(others)), *dots[1:]]
 
-    return attach(results, kept, carriers, rule)
+    return attach((y, state_after), kept, carriers, rule)
 
 
 @_in_one_program("layer", "keep")
-def _multiplied(layer: Layer, keep: bool, x, weight: Matrix, sizes, state: DelayedState | None) -> tuple[Any, ...]:
-    """Computes y without bias, the tiles, the state after the forward, and the operands of x that `Residuals` keeps."""
+def _multiplied(layer: Layer, keep: bool, x, weight: Matrix, bias, sizes, state: DelayedState | None) -> tuple[Any, ...]:
+    """Computes y, the tiles, the state after the forward, and the operands of x that `Residuals` keeps."""
     tiles = layer.tiles(x, sizes)
     # Where x travels, its columnwise form is made behind a second gather, in the backward: until then a shard is kept.
     row, column = layer.input_operands(x, tiles, state, columnwise=keep and not layer.placement.gathers_input)
     assert row is not None
-    y = layer.multiply_rows(row, layer.gathered(weight), tiles, fast="forward" in layer.recipe.fast_accum)
+    # What terms add up to gets its bias once.
+    of_terms, own = (bias, None) if layer.placement.kind == "row" else (None, bias)
+    fast = "forward" in layer.recipe.fast_accum
+    y = layer.multiply_rows(row, layer.gathered(weight), tiles, layer.result, bias=own, fast=fast)
     y = layer.placement.sum_output(y)
+    if of_terms is not None:
+        y = (y.astype(jnp.float32) + layer.bias_rows(of_terms, tiles).astype(jnp.float32)).astype(y.dtype)
     state = None if state is None else state.after_forward(layer.largest_amax(x, tiles))
     row = None if not keep or layer.placement.weight is not None or same_values(layer.recipe) else row
     return y, tiles, state, row, column
@@ -204,6 +208,12 @@ def _multiplied(layer: Layer, keep: bool, x, weight: Matrix, sizes, state: Delay
 @_in_one_program("layer", "like")
 def _forward(layer: Layer, like, known: tuple[Residuals, LayerInputs], tangents: LayerInputs) -> list[Any]:
     """The tangents of y and of the state, which has none."""
+    nothing = [lax.full(aval.shape, 0, aval.to_tangent_aval().dtype) for aval in like[1:]]
+    return [_tangent(layer, like[0], known, tangents), *nothing]
+
+
+@_in_one_program("layer", "like")
+def _tangent(layer: Layer, like, known: tuple[Residuals, LayerInputs], tangents: LayerInputs) -> jax.Array:
     kept, carriers = known
     check_forward(layer.placement)
     recipe, tiles = layer.recipe, kept.tiles
@@ -217,7 +227,7 @@ def _forward(layer: Layer, like, known: tuple[Residuals, LayerInputs], tangents:
     y = sum_of_products((forward, tangents.x, weight), (forward, x, tangents.weight))
     y = jnp.zeros(like.shape, jnp.float32) if y is None else y
     y = y if tangents.bias is None else y + layer.bias_rows(tangents.bias, tiles).astype(y.dtype)
-    return [y.astype(layer.dtype), *jax.tree.leaves(jax.tree.map(jnp.zeros_like, kept.state))]
+    return y.astype(layer.result)
 
 
 def _backward(layer: Layer, known: tuple[Residuals, LayerInputs], wanted: LayerInputs, cotangents) -> LayerInputs:
@@ -253,8 +263,8 @@ def _cotangents(layer: Layer, wanted: LayerInputs, watched: bool, kept: Residual
         dw = _sum_weight(layer, types, dw)
     if wanted.bias is not None:
         db = _sum_bias(layer, kept, g, wanted.bias.dtype)
-    if state is not None:
-        ds = state.cotangent(wanted.state, lambda: layer.largest_amax(g, tiles), later, types.state)
+    if wanted.state is not None:
+        ds = cotangent(lambda: layer.largest_amax(g, tiles), later, types.state)
     made = LayerInputs(dx, dw, db, ds)
     return (made, gradient_row, gradient_column, kept) if watched else (made, None, None, None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -28,11 +28,13 @@ class LayerPlacement:
         weight: how the weight lies as it is stored; None where every rank has all of it.
         data_axes: the mesh axes that divide the batch, in the mesh's order.
         sequence: whether the tokens outside the layer are cut over the tensor-parallel axis.
+        runs: sequences that the tokens are of, one after another, where they are cut: each is cut alike.
     """
 
     weight: Sharding | None
     data_axes: tuple[str, ...]
     sequence: bool
+    runs: int = 1
 
     @classmethod
     def of(cls, weight, data_axes: Sequence[str], sequence: bool) -> LayerPlacement:
@@ -125,18 +127,26 @@ class LayerPlacement:
             raise ValueError(f"x must be [..., in] with in = {columns} as in the weight [{rows}, {columns}], got {x.shape}")
         if bias is not None and bias.shape != (rows,):
             raise ValueError(f"bias must have shape ({rows},) as the weight [{rows}, {columns}] wants, got {bias.shape}")
-        if self.gathers_gradient and (x.ndim < 2 or x.shape[0] % self._tensor_size()):
+        if self.sequence and (x.ndim < 2 or (self.gathers_gradient and x.shape[-2] % self._tensor_size())):
             raise ValueError(
-                f"sequence = True cuts the first axis of y over {self._tensor_size()} ranks of {self.tensor!r}, got x of shape "
-                f"{x.shape}"
+                f"sequence = True cuts tokens evenly over {self._tensor_size()} ranks of {self.tensor!r}, on axis -2 of x, "
+                f"which has shape {x.shape}"
             )
 
-    def leading_axes(self, x: jax.Array, y: jax.Array) -> tuple[int, ...]:
-        """Leading axes of the result: those of x, the first of them longer or shorter under sequence parallelism."""
-        *leading, _ = x.shape
-        if self.sequence and leading:
-            leading[0] = y.shape[0] // math.prod(leading[1:]) if math.prod(leading[1:]) else 0
-        return tuple(leading)
+    def of_sequences(self, leading: tuple[int, ...]) -> LayerPlacement:
+        """Returns this for x of these leading axes, whose last are the tokens of one sequence."""
+        if not self.sequence:
+            return self
+        # Without a token nothing is cut, and XLA gathers no arrays without elements.
+        return replace(self, runs=math.prod(leading[:-1])) if math.prod(leading) else replace(self, sequence=False)
+
+    def leading_axes(self, leading: tuple[int, ...]) -> tuple[int, ...]:
+        """Leading axes of y: those of x, the tokens more or fewer under sequence parallelism."""
+        if not self.sequence:
+            return leading
+        *sequences, tokens = leading
+        size = self._tensor_size()
+        return *sequences, tokens * size if self.gathers_input else tokens // size
 
     def coordinate(self) -> jax.Array | None:
         """This rank's place on the data-parallel axes, row-major; None where there are none."""
@@ -148,15 +158,19 @@ class LayerPlacement:
         return place
 
     def operand(self, x: jax.Array, *, gradient: bool) -> Sharding | None:
-        """The `Sharding` of the input or gradient of one data-parallel rank; None where each rank has all of it."""
+        """The `Sharding` of the input or gradient of one data-parallel rank; None where each rank has all of it.
+
+        Where tokens are cut it is that of one of the sequences.
+        """
         cut_tokens = self.gathers_gradient if gradient else self.gathers_input
         cut_features = self.kind == ("column" if gradient else "row")
         if self.weight is None or not (cut_tokens or cut_features):
             return None
         mesh = self.weight.mesh
         rows, columns = x.shape
-        # Features are cut as the weight is, which may be unevenly.
-        shape = (rows * self._tensor_size(), columns) if cut_tokens else (rows, self.weight.shape[0 if gradient else 1])
+        # Features are cut as the weight is, which may be unevenly. Of tokens it is one sequence's.
+        whole = (rows // self.runs * self._tensor_size(), columns)
+        shape = whole if cut_tokens else (rows, self.weight.shape[0 if gradient else 1])
         cut: Placement = Shard(0 if cut_tokens else 1)
         return Sharding(shape, mesh, tuple(cut if name == self.tensor else Replicate() for name in mesh.names))
 
@@ -191,5 +205,14 @@ class LayerPlacement:
         """Sums the cotangent of an input that was gathered over ranks."""
         return self._scatter_tokens(gradient) if self.gathers_input else gradient
 
+    def gather_tokens(self, x: jax.Array) -> jax.Array:
+        """Gathers the tokens [rows, features] that ranks have of each sequence."""
+        rows, features = x.shape
+        x = x.reshape(self.runs, rows // self.runs, features)
+        return lax.all_gather(x, self.tensor, axis=1, tiled=True).reshape(rows * self._tensor_size(), features)
+
     def _scatter_tokens(self, x: jax.Array) -> jax.Array:
-        return lax.psum_scatter(x, self.tensor, scatter_dimension=0, tiled=True)
+        rows, features = x.shape
+        x = x.reshape(self.runs, rows // self.runs, features)
+        x = lax.psum_scatter(x, self.tensor, scatter_dimension=1, tiled=True)
+        return x.reshape(rows // self._tensor_size(), features)

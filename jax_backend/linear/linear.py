@@ -24,7 +24,7 @@ from blockfp.recipes import Compute, Recipe
 from ..arrays.array import QuantizedArray
 from ..implementations import explicit, ops
 from .arguments import check_state, check_tensors, stored_weight
-from .delayed import DelayedState
+from .delayed import DelayedState, given_back
 from .explicit_layout import ExplicitLayout
 from .layer import Layer
 from .layer_placement import LayerPlacement
@@ -58,8 +58,8 @@ class _Linear(Layer):
         weight = super().gathered(weight)
         return weight if self.layout is None else self.layout.constrained(weight)
 
-    def multiply_rows(self, operand, weight, tiles, *, fast) -> jax.Array:
-        return product(operand, weight, self.dtype, fast=fast, exact=self.recipe.exact_products)
+    def multiply_rows(self, operand, weight, tiles, dtype, *, bias=None, fast) -> jax.Array:
+        return product(operand, weight, dtype, bias=bias, fast=fast, exact=self.recipe.exact_products)
 
     def multiply_columns(self, gradient, x, tiles, *, fast) -> jax.Array:
         return product(gradient, x, self.weight_dtype, fast=fast, exact=self.recipe.exact_products)
@@ -111,7 +111,7 @@ def linear(
         compute: "high_precision" multiplies the dequantized weight with x and gradients as they are.
         data_axes: inside shard_map, the mesh axes that divide the batch, in the mesh's order.
         sequence: sequence parallelism: the tokens outside the layer (x of a column parallel one, y of a row parallel one) are
-            cut over the tensor-parallel axis.
+            cut over the tensor-parallel axis, evenly. They are on axis -2, behind axes of sequences, as in PyTorch.
 
     Returns:
         y [..., out] in x's dtype; (y, state) where a state is given.
@@ -125,26 +125,45 @@ def linear(
         >>> w = bfp.quantize(w, "mxfp8_e4m3_32x32")
         >>> y = bfp.linear(x, w, recipe="mxfp8")
     """
+    return linear_to(None, x, weight, bias, recipe, key, state, compute, data_axes, sequence)
+
+
+def linear_to(
+    dtype: Any,
+    x: jax.Array,
+    weight: jax.Array | QuantizedArray,
+    bias: jax.Array | None,
+    recipe: Recipe | str,
+    key: Key | None,
+    state: DelayedState | None,
+    compute: Compute = "quantized",
+    data_axes: Sequence[str] = (),
+    sequence: bool = False,
+) -> Any:
+    """Computes `linear` with y, and so its gradient, in a dtype of its own; None for x's."""
     recipe, run = recipes.parse(recipe), recipes.for_linear(recipe, compute)
     check_tensors(x, weight, bias)
     placement = LayerPlacement.of(weight, data_axes, sequence)
     check_state(recipe, state, key, compute)
     weight, carrier = stored_weight(weight, recipe)
     placement.check(x, weight, bias)
+    leading = placement.leading_axes(x.shape[:-1])
+    placement = placement.of_sequences(x.shape[:-1])
     words = None if key is None else jnp.asarray(ops.key_array(key))
     mesh = explicit.mesh_of(x, weight, carrier, bias)
     layout = None if mesh is None else ExplicitLayout.of(x, weight)
-    layer = _Linear(run, placement, np.dtype(x.dtype), np.dtype(weight.dtype), layout)
+    layer = _Linear(run, placement, np.dtype(x.dtype), np.dtype(weight.dtype), np.dtype(dtype or x.dtype), layout)
 
     def multiply(x, weight, carrier, bias, words, state):
         tokens = placement.own(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), gradient=False)
         y, state = layer(tokens, weight, carrier, bias, None, words, state)
-        return y.reshape(*placement.leading_axes(x, y), y.shape[-1]), state
+        return y.reshape(*leading, y.shape[-1]), state
 
-    operands = (x, weight, carrier, bias, words, state)
+    shared = None if state is None else state.shared()
+    operands = (x, weight, carrier, bias, words, shared)
     if mesh is None or layout is None:
         y, state_out = multiply(*operands)
     else:
-        specs = layout.result, jax.tree.map(lambda _: PartitionSpec(), state)
+        specs = layout.result, jax.tree.map(lambda _: PartitionSpec(), shared)
         y, state_out = explicit.left_to_xla(multiply, mesh, specs, *operands)
-    return y if state is None else (y, state_out)
+    return y if state is None else (y, given_back(state_out, state))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from blockfp.definition.rotation import rotate
 from blockfp.definition.rounding import COLUMNWISE, ROWWISE, gradient_key
@@ -119,7 +120,7 @@ class _Operands:
 
     def _one_direction(self, cast: Cast, *, columnwise: bool) -> Matrix:
         if cast.format is None:
-            x = lax.all_gather(self.x, self.over[0], axis=0, tiled=True) if self.over else self.x
+            x = self.placement.gather_tokens(self.x) if self.over else self.x
             return x.mT if columnwise else x
         if self.sharding is not None:
             return self._planned(cast, columnwise=columnwise)
@@ -141,10 +142,34 @@ class _Operands:
             "rotate": cast.rotate,
             "stochastic": cast.stochastic,
         }
-        if self.over:
-            plan = plans.gather_activation(format, self.sharding, self.over, **options)
-        else:
-            plan = plans.quantize_shards(format, self.sharding, **options)
-        key = self.keys[columnwise] if cast.stochastic else None
+        runs = self.placement.runs
+        key = self.keys[columnwise] if cast.stochastic or cast.eden else None
         how = sharded.Options(key, eps_for(format, self.eps), self.x.dtype.name, self.multiplier)
-        return sharded.quantize(self.x, plan, how)
+        if not self.over:
+            return sharded.quantize(self.x, plans.quantize_shards(format, self.sharding, **options), how)
+        plan = plans.gather_activation(format, self.sharding, self.over, **options)
+        if plan.reason is not None or (runs > 1 and columnwise and key is not None):
+            # Random numbers along the tokens are counted in all sequences together, of which a rank has parts of each.
+            return self._gathered()._one_direction(cast, columnwise=columnwise)  # pyright: ignore[reportReturnType]
+        if runs == 1:
+            return sharded.quantize(self.x, plan, how)
+        rows, features = self.x.shape
+        return _joined(sharded.quantize(self.x.reshape(runs, rows // runs, features), plan, how), columnwise=columnwise)
+
+    def _gathered(self) -> _Operands:
+        """The same with all tokens, each rank's in high precision."""
+        whole = copy.copy(self)
+        whole.x, whole.sharding, whole.over = self.placement.gather_tokens(self.x), None, ()
+        return whole
+
+
+def _joined(q: QuantizedArray, *, columnwise: bool) -> QuantizedArray:
+    """Joins sequences [runs, tokens, features], or [runs, features, tokens], along the tokens, whose blocks are whole."""
+
+    def join(part: jax.Array) -> jax.Array:
+        runs, rows, columns = part.shape
+        return part.swapaxes(0, 1).reshape(rows, runs * columns) if columnwise else part.reshape(runs * rows, columns)
+
+    scales = q.scales.reshape(1, 1) if q.format.per_tensor else join(q.scales)
+    columns = q.columns * q.codes.shape[0] if columnwise else q.columns
+    return q.replace(codes=join(q.codes), scales=scales, columns=columns, sharding=None)

@@ -20,13 +20,14 @@ from . import partitioned
 Matrix = jax.Array | QuantizedArray
 
 
-def product(a: Matrix, b: Matrix, dtype, *, fast: bool, exact: bool = False) -> jax.Array:
-    """Multiplies a @ b^T, of shape [m, n].
+def product(a: Matrix, b: Matrix, dtype, *, bias: jax.Array | None = None, fast: bool, exact: bool = False) -> jax.Array:
+    """Multiplies a @ b^T + bias, of shape [m, n]: sums in fp32, to which the bias is added before they are rounded once.
 
     Args:
         a: [m, k].
         b: [n, k].
         dtype: of the result.
+        bias: [n], or None.
         fast: whether the matrix units may accumulate in reduced precision; it matters for products of FP8 codes only.
         exact: whether the values of both operands must be multiplied as they are (`Recipe.exact_products`).
     """
@@ -35,21 +36,23 @@ def product(a: Matrix, b: Matrix, dtype, *, fast: bool, exact: bool = False) -> 
     a, b = (x.dequantize("float32") if isinstance(x, QuantizedArray) and not sharded.aligned(x) else x for x in (a, b))
 
     def on(platform, capability=None):
-        def run(a, b):
+        def run(a, b, bias=None):
             sizes = {"m": a.shape[-2], "n": b.shape[-2], "k": b.shape[-1]}
             chosen = route(_format(a), _format(b), platform=platform, capability=capability, exact=exact, **sizes)
-            return _MODES[chosen.mode](a, b, dtype, chosen, fast)
+            return _MODES[chosen.mode](a, b, bias, dtype, chosen, fast)
 
         return run
 
     if not choice.has_gpu():
         run = on("cpu")
         if not partitioned.applies(a, b):
-            return run(a, b)
+            return run(a, b, bias)
+        if bias is not None:
+            return _rounded(product(a, b, jnp.float32, fast=fast, exact=exact), bias, dtype)
         assert isinstance(a, QuantizedArray)
         assert isinstance(b, QuantizedArray)
         return partitioned.split_product(a, b, run)
-    return lax.platform_dependent(a, b, cuda=on("cuda", capability()), default=on("cpu"))
+    return lax.platform_dependent(a, b, bias, cuda=on("cuda", capability()), default=on("cpu"))
 
 
 def least_cublas(version: int) -> int:
@@ -72,60 +75,67 @@ def _contract(a: jax.Array, b: jax.Array, dtype=jnp.float32, precision=None) -> 
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=dtype)
 
 
-def _rounded(a: jax.Array, b: jax.Array, dtype, precision=None) -> jax.Array:
-    """Multiplies with sums in fp32, rounded once to `dtype`; by the matrix units, where that is the operands' own."""
-    return _contract(a, b, dtype if a.dtype == b.dtype == dtype else jnp.float32, precision).astype(dtype)
+def _rounded(sums: jax.Array, bias: jax.Array | None, dtype) -> jax.Array:
+    """Adds the bias to sums, and rounds them."""
+    return (sums if bias is None else sums + bias.astype(sums.dtype)[None]).astype(dtype)
 
 
-def _plain(a: jax.Array, b: jax.Array, dtype, chosen: Route, fast: bool) -> jax.Array:
-    return _rounded(a, b, dtype)
+def _multiplied(a: jax.Array, b: jax.Array, bias: jax.Array | None, dtype, precision=None) -> jax.Array:
+    """Multiplies with sums in fp32, rounded once to `dtype`: by the matrix units, where it is the operands' own."""
+    rounds = bias is None and a.dtype == b.dtype == dtype
+    return _rounded(_contract(a, b, dtype if rounds else jnp.float32, precision), bias, dtype)
 
 
-def _per_tensor(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bool) -> jax.Array:
+def _plain(a: jax.Array, b: jax.Array, bias, dtype, chosen: Route, fast: bool) -> jax.Array:
+    return _multiplied(a, b, bias, dtype)
+
+
+def _per_tensor(a: QuantizedArray, b: QuantizedArray, bias, dtype, chosen: Route, fast: bool) -> jax.Array:
     # XLA would write the product in fp32 and read it again to scale it.
     if choice.missing_product(least_cublas(TENSOR_SCALES)) is None:
-        return _by_library(a, b, dtype, fast)
+        return _by_library(a, b, bias, dtype, fast)
     codes = (view_codes(x.codes, x.columns, x.format) for x in (a, b))
     # XLA:GPU hands fast accumulation to cuBLAS unless the precision is above the default.
     out = _contract(*codes, precision=lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST)
-    return (out * a.scales.reshape(()) * b.scales.reshape(())).astype(dtype)
+    return _rounded(out * a.scales.reshape(()) * b.scales.reshape(()), bias, dtype)
 
 
-def _block(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bool) -> jax.Array:
+def _block(a: QuantizedArray, b: QuantizedArray, bias, dtype, chosen: Route, fast: bool) -> jax.Array:
     """Multiplies FP8 blocks of 128, which XLA has no product for."""
     missing = choice.missing_product(least_cublas(BLOCK_SCALES))
     if missing is None:
         # Fast accumulation is not offered.
-        return _by_library(a, b, dtype, False)
+        return _by_library(a, b, bias, dtype, False)
     working = "bfloat16" if exact_in_bfloat16(a.format) and exact_in_bfloat16(b.format) else "float32"
-    return _dequantized(a, b, dtype, Route("dequantize", working, False, missing), fast)
+    return _dequantized(a, b, bias, dtype, Route("dequantize", working, False, missing), fast)
 
 
-def _aligned(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bool) -> jax.Array:
+def _aligned(a: QuantizedArray, b: QuantizedArray, bias, dtype, chosen: Route, fast: bool) -> jax.Array:
     """Multiplies MX codes shifted to one power of two for each 128 of k."""
     missing = choice.missing_product(0)
     if missing is None:
-        return _by_library(a, b, dtype, False, aligned=True)
-    return _dequantized(a, b, dtype, Route("dequantize", "bfloat16", False, missing), fast)
+        return _by_library(a, b, bias, dtype, False, aligned=True)
+    return _dequantized(a, b, bias, dtype, Route("dequantize", "bfloat16", False, missing), fast)
 
 
-def _by_library(a: QuantizedArray, b: QuantizedArray, dtype, fast: bool, *, aligned: bool = False) -> jax.Array:
-    over = (replication.varying(leaf) for leaf in jax.tree.leaves((a, b)))
+def _by_library(a: QuantizedArray, b: QuantizedArray, bias, dtype, fast: bool, *, aligned: bool = False) -> jax.Array:
+    over = (replication.varying(leaf) for leaf in jax.tree.leaves((a, b, bias)))
     operands = [(Quantized(x.codes, x.scales, None), x.format) for x in (a, b)]
     bands = aligned and b.format.square
     if aligned and 0 not in (*a.shape, *b.shape):
         operands = [(cuda.align(x, f, a.columns), alignment.aligned_format(f)) for x, f in operands]
-    out = cuda.product(*operands[0], *operands[1], dtype, capability=capability(), fast=fast, ordered=aligned, bands=bands)
+    options = {"capability": capability(), "fast": fast, "ordered": aligned, "bands": bands}
+    out = cuda.product(*operands[0], *operands[1], dtype, bias=bias, **options)
     return replication.vary(out, frozenset().union(*over))
 
 
-def _scaled(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bool) -> jax.Array:
+def _scaled(a: QuantizedArray, b: QuantizedArray, bias, dtype, chosen: Route, fast: bool) -> jax.Array:
     """Multiplies in Blackwell's MX and NVFP4 modes."""
     codes, scales = zip(*(_as_scaled(x) for x in (a, b)), strict=True)
     out = jax.nn.scaled_matmul(*codes, *scales, preferred_element_type=jnp.float32)[0]
     for x in (a, b):
         out = out if x.tensor_scale is None else out * x.tensor_scale
-    return out.astype(dtype)
+    return _rounded(out, bias, dtype)
 
 
 def _as_scaled(x: QuantizedArray) -> tuple[jax.Array, jax.Array]:
@@ -137,7 +147,7 @@ def _as_scaled(x: QuantizedArray) -> tuple[jax.Array, jax.Array]:
     return codes[None], scales[None]
 
 
-def _dequantized(a: Matrix, b: Matrix, dtype, chosen: Route, fast: bool) -> jax.Array:
+def _dequantized(a: Matrix, b: Matrix, bias, dtype, chosen: Route, fast: bool) -> jax.Array:
     # High precision beside a quantized operand must not be rounded to what that operand is exact in.
     plain = {x.dtype.name for x in (a, b) if not isinstance(x, QuantizedArray)}
     working = "bfloat16" if chosen.dtype == "bfloat16" and plain <= {"bfloat16"} else "float32"
@@ -146,11 +156,11 @@ def _dequantized(a: Matrix, b: Matrix, dtype, chosen: Route, fast: bool) -> jax.
     precision = lax.Precision.HIGHEST if working == "float32" else None
     factors = [factor for factor in factors if factor is not None]
     if not factors:
-        return _rounded(values[0], values[1], dtype, precision)
+        return _multiplied(values[0], values[1], bias, dtype, precision)
     out = _contract(*values, precision=precision)
     for factor in factors:
         out = out * factor
-    return out.astype(dtype)
+    return _rounded(out, bias, dtype)
 
 
 def _values(x: Matrix, dtype: str, apart: bool) -> tuple[jax.Array, jax.Array | None]:

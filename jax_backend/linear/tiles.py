@@ -121,7 +121,7 @@ class Tiles:
 
     def rotated(self, rows: int) -> jax.Array:
         """bool [tiles, 1, rows]: which columns of transposed tiles are rotated; a group's last, if fewer than 16, are not."""
-        end = (self.first[:, None] + jnp.arange(rows) // GROUP * GROUP + GROUP)[:, None, :]
+        end = (self.first[:, None] + jnp.arange(rows)[None] // GROUP * GROUP + GROUP)[:, None, :]
         return end <= self.sizes[self.group][:, None, None]
 
     def largest(self, x: jax.Array) -> jax.Array:

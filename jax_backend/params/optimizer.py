@@ -249,6 +249,7 @@ def _on_masters(init_inner: Callable, step: Callable) -> Optimizer:
     """Makes an optimizer of `step`: (gradients, state, weights, extra) -> (weights, which stand still, state), all in fp32."""
 
     def init(params, originals=None):
+        map_with_path(_check_whole, params)
         masters = map_with_path(_new_master, params, params if originals is None else originals)
         return MasterState(masters, init_inner(_weights(params, masters)))
 
@@ -256,6 +257,7 @@ def _on_masters(init_inner: Callable, step: Callable) -> Optimizer:
         check_state(state, MasterState)
         if params is None:
             raise ValueError("update needs the parameters: update(gradients, state, params)")
+        map_with_path(_check_whole, params)
         weights = _weights(params, state.masters)
         gradients = _gradients(params, gradients, weights)
         if "grad" in extra:
@@ -268,6 +270,16 @@ def _on_masters(init_inner: Callable, step: Callable) -> Optimizer:
         return updates, MasterState(masters, inner)
 
     return Optimizer(init, update)
+
+
+def _check_whole(path: str, param) -> None:
+    """Raises TypeError where a wrapper (optax.masked, multi_transform) has taken codes, or scales, out of a quantized leaf."""
+    if is_quantized(param) and not all(hasattr(part, "dtype") for part in (param.codes, param.scales)):
+        raise TypeError(
+            "labels or a mask speak of its codes and scales one by one: make them of whole leaves, jax.tree.map(.., params, "
+            "is_leaf=lambda leaf: isinstance(leaf, blockfp.jax.QuantizedArray)); or put optax.multi_transform or masked inside "
+            "blockfp.jax.with_masters, which shows it plain arrays"
+        )
 
 
 def check_state(state: Any, kind: type) -> None:

@@ -15,8 +15,8 @@ from blockfp.definition.views import DTYPES
 from blockfp.recipes import ByPath, Recipe
 
 from ..arrays.array import QuantizedArray, is_quantized, with_derivative, wrap_parts
-from ..implementations import ops
-from ..implementations.carriers import carrier_of
+from ..implementations import explicit, ops
+from ..implementations.carriers import Shares, carrier_of
 from ..implementations.derivatives import straight_through
 from .trees import describe, map_with_path
 
@@ -150,13 +150,14 @@ def value_and_grad(
         def of_plain(*plain):
             whole = list(args)
             for i, tree, leaves in zip(positions, chosen, plain, strict=True):
-                whole[i] = jax.tree.map(_with_carrier, tree, leaves, is_leaf=is_quantized)
+                one = jax.tree.map(_with_carrier, tree, leaves, is_leaf=is_quantized)
+                whole[i] = jax.tree.map(lambda x: x.shared() if _shares(x) else x, one, is_leaf=_shares)
             return fun(*whole, **kwargs)
 
         points = tuple(map_with_path(_primal, tree) for tree in chosen)
         value, gradients = jax.value_and_grad(of_plain, argnums=tuple(range(len(points))), has_aux=has_aux)(*points)
         if has_aux:
-            value = (value[0], jax.tree.map(_without_lone_carrier, value[1], is_leaf=is_quantized))
+            value = (value[0], jax.tree.map(_without_lone_carrier, value[1], is_leaf=lambda x: is_quantized(x) or _shares(x)))
         return value, gradients[0] if isinstance(argnums, int) else gradients
 
     return differentiated
@@ -177,8 +178,7 @@ def grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: 
 def _primal(path: str, leaf):
     """The point to differentiate at: a plain leaf itself, zeros for a quantized one."""
     if is_quantized(leaf):
-        # Made from the codes, so that under shard_map they vary over the same axes.
-        zeros = jnp.zeros_like(leaf.codes, dtype=leaf.dtype, shape=leaf.shape)
+        zeros = explicit.zeros_beside(leaf.codes, leaf.shape, leaf.dtype)
         # Who differentiates this gradient does so with respect to the same array.
         return zeros if leaf.carrier is None else straight_through(zeros, leaf.carrier)
     if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -188,10 +188,16 @@ def _primal(path: str, leaf):
     return leaf
 
 
+def _shares(leaf: object) -> bool:
+    return isinstance(leaf, Shares)
+
+
 def _with_carrier(leaf, point):
     return leaf.replace(tangent=carrier_of(point)) if is_quantized(leaf) else point
 
 
 def _without_lone_carrier(leaf):
     """Drops the carrier, which nothing wants any more, of a leaf that a differentiated function gives beside its value."""
+    if _shares(leaf):
+        return leaf.unshared()
     return with_derivative(leaf, leaf.tangent) if is_quantized(leaf) and leaf.tangent is not None else leaf

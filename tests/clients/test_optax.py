@@ -189,6 +189,25 @@ def test_around_ours():
     assert values[-1] < values[0]
 
 
+@pytest.mark.parametrize("ours", [bfp.adamw(0.01), bfp.osci_reset(bfp.adamw(0.01)), bfp.with_masters(optax.sgd(0.1))])
+@pytest.mark.parametrize(
+    "labels",
+    [
+        lambda params: jax.tree.map(lambda _: "a", params),
+        lambda params: {"w": jax.tree.map(lambda _: "b", params["w"]), "b": "a", "h": "a"},
+        lambda params: {"w": jax.tree.map(lambda part: "ab"[part is params["w"].scales], params["w"]), "b": "a", "h": "a"},
+    ],
+)
+def test_labels_of_codes_and_scales_are_refused_in_words(labels, ours):
+    """jax.tree.map makes labels of the parts of a quantized leaf, of which optax leaves some out."""
+    params = quantized()
+    parts = optax.multi_transform({"a": ours, "b": ours}, labels)
+    with pytest.raises(TypeError, match=r"w: labels or a mask .* is_leaf=lambda leaf: .*with_masters"):
+        parts.init(params)
+    whole = jax.tree.map(lambda _: "a", params, is_leaf=lambda leaf: isinstance(leaf, bfp.QuantizedArray))
+    assert train(optax.multi_transform({"a": ours}, whole))[2][-1] > 0
+
+
 @pytest.mark.parametrize("make", [bfp.adamw, bfp.adam])
 def test_injected_hyperparameters(make):
     schedule = optax.linear_schedule(0.01, 0.0, 10)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import textwrap
 import tomllib
 from pathlib import Path
 
@@ -35,6 +36,76 @@ def test_a_face_brings_neither_the_other_nor_an_adapter(tmp_path, face, other):
     assert face in found
     assert other not in found
     assert [name for name in found if "integrations" in name] == []
+
+
+QUANTIZES = {
+    "blockfp": "import blockfp, numpy; blockfp.quantize(numpy.ones((2, 64), 'f4'), 'mxfp8_e4m3')",
+    "jax": "import blockfp.jax as bfp, jax.numpy as jnp; bfp.quantize(jnp.ones((2, 64)), 'mxfp8_e4m3').dequantize()",
+}
+THEN_TORCH = """
+from blockfp.kernels import native
+assert native.available(), native.status()
+assert "tvm_ffi" in sys.modules and "torch" not in sys.modules
+import numpy, torch, tvm_ffi
+import blockfp.torch as bfp
+x = torch.linspace(-3, 3, 256).reshape(4, 64)
+assert bfp.quantize(x, "mxfp8_e4m3").dequantize().shape == x.shape
+x.requires_grad_()
+w = bfp.quantize(torch.ones(32, 64), "mxfp8_e4m3_32x32")
+bfp.linear(x, w, recipe="mxfp8").sum().backward()
+assert bool(x.grad.isfinite().all())
+shared = torch.arange(5)
+assert torch.from_dlpack(tvm_ffi.from_dlpack(shared)).data_ptr() == shared.data_ptr()
+assert tvm_ffi.convert(lambda x: int(numpy.from_dlpack(x).sum()))(shared) == 10
+"""
+
+
+@pytest.mark.parametrize("face", QUANTIZES)
+def test_kernels_bring_no_torch(tmp_path, face):
+    """TVM FFI, which calls them, would import it first. Where it is imported later its tensors go through, all the same."""
+    pytest.importorskip("torch")
+    pytest.importorskip("tvm_ffi")
+    if face != "blockfp":
+        pytest.importorskip(face)
+    script = f"import sys\n{QUANTIZES[face]}\n{THEN_TORCH}"
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_torch_is_hidden_from_one_thread_alone(tmp_path):
+    """Another thread that imports it meanwhile gets it; one that has it already keeps it; TVM FFI may insist on it."""
+    modules = {
+        "torch": "",
+        "insists": "import torch",
+        "tvm_ffi": """
+            import sys, threading
+            thread = threading.Thread(target=__import__, args=("torch",))
+            thread.start()
+            thread.join()
+            others = sys.modules.pop("torch")
+            try:
+                import torch
+            except ImportError:
+                torch = None
+        """,
+    }
+    for name, text in modules.items():
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
+    script = """
+import sys
+from blockfp.kernels.library import import_tvm_ffi
+finders = list(sys.meta_path)
+made = import_tvm_ffi()
+assert made.others is not None and made.torch is None
+assert sys.meta_path == finders
+del sys.modules["tvm_ffi"]
+assert import_tvm_ffi("insists").torch
+del sys.modules["insists"]
+import torch
+assert import_tvm_ffi("insists").torch is torch, "it is there already"
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_core_needs_nothing_optional(tmp_path):

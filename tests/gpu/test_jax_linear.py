@@ -153,9 +153,15 @@ def test_the_library_multiplies_as_the_values_do(a, b, shape):
     left, right = bfp.quantize(values((m, k), 3, dtype="float32") * rows, a), bfp.quantize(values((n, k), 4), b)
     exact = [np.asarray(q.dequantize("float32"), np.float64) for q in (left, right)]
     for dtype in (jnp.float32, jnp.bfloat16):
-        got = jax.jit(partial(products._by_library, dtype=dtype, fast=False))(left, right)
+        got = jax.jit(partial(products._by_library, dtype=dtype, fast=False))(left, right, None)
         assert_product(got, *exact, PRECISE)
-    other = products._dequantized(left, right, jnp.float32, Route("dequantize", "float32", False, ""), False)
+    for bias_dtype in ("float32", "bfloat16"):
+        # Added to the sums by the kernel, whatever its dtype.
+        bias = values((1, n), 5, dtype=bias_dtype)[0]
+        added = jax.jit(partial(products._by_library, dtype=jnp.float32, fast=False))(left, right, bias)
+        wanted = exact[0] @ exact[1].T + np.asarray(bias, np.float64)
+        np.testing.assert_allclose(added, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+    other = products._dequantized(left, right, None, jnp.float32, Route("dequantize", "float32", False, ""), False)
     assert_product(other, *exact, PRECISE)
 
 

@@ -71,6 +71,25 @@ def test_dot_general_of_a_quantized_kernel():
         bfp.dot_general(x, kernel, contract, jax.lax.Precision.HIGHEST, recipe="mxfp8")
 
 
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_the_preferred_dtype_is_that_of_the_sums(batch):
+    """y of bfloat16 in float32 is no rounded y; and its gradient is quantized as it comes, in float32."""
+    shapes = (40, 96), (48, 96), (40, 48)
+    a, b, g = (jnp.asarray(sample("gaussian", (*batch, *shape), seed=i)) for i, shape in enumerate(shapes))
+    a, b = a.astype("bfloat16"), b.astype("bfloat16")
+    axes = tuple(range(len(batch)))
+    dimensions = (((len(batch) + 1,), (len(batch) + 1,)), (axes, axes))
+
+    def of(a, b, dtype=None):
+        return jax.vjp(lambda a, b: bfp.dot_general(a, b, dimensions, None, dtype, recipe="mxfp8"), a, b)
+
+    (y, back), (wanted, back_of_f32) = of(a, b, "float32"), of(a.astype("float32"), b.astype("float32"))
+    np.testing.assert_allclose(y, wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())
+    for got, want in zip(back(g), back_of_f32(g), strict=True):
+        assert got.dtype == jnp.bfloat16
+        np.testing.assert_allclose(got.astype("float32"), want, rtol=2.0**-8, atol=1e-6 * np.abs(want).max())
+
+
 def scaled_matmul(lhs, rhs, lhs_scales, rhs_scales, preferred_element_type):
     """The result that `jax.nn.scaled_matmul` is documented to give."""
     values = []
@@ -97,7 +116,7 @@ def test_modes_of_gpus_give_the_product_of_the_values(mode, a, b, monkeypatch):
     a, b = (bfp.quantize(jnp.asarray(sample("gaussian", (rows, 128))), f) for rows, f in ((48, a), (32, b)))
     want = np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T
     for fast in (False, True):
-        got = products._MODES[mode](a, b, jnp.float32, Route(mode, None, False, ""), fast)
+        got = products._MODES[mode](a, b, None, jnp.float32, Route(mode, None, False, ""), fast)
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
 
@@ -107,7 +126,7 @@ def test_modes_of_gpus_give_the_product_of_the_values(mode, a, b, monkeypatch):
 def test_dequantized_to_bfloat16_with_the_tensor_scale_apart(a, b):
     x, w = (jnp.asarray(sample("gaussian", shape)) for shape in ((48, 128), (32, 128)))
     left, right = (v if f is None else bfp.quantize(v, f) for v, f in ((x, a), (w, b)))
-    got = products._dequantized(left, right, jnp.float32, Route("dequantize", "bfloat16", True, ""), False)
+    got = products._dequantized(left, right, None, jnp.float32, Route("dequantize", "bfloat16", True, ""), False)
     values = [np.asarray(v if isinstance(v, jax.Array) else v.dequantize(), np.float64) for v in (left, right)]
     want = values[0] @ values[1].T
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())

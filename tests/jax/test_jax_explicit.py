@@ -1,6 +1,7 @@
 """Meshes as `jax.make_mesh` makes them, with Explicit axes: every cast, cut anywhere, and `linear` with its gradients."""
 
 import re
+from functools import partial
 
 import chex
 import jax
@@ -128,6 +129,76 @@ def test_linear_and_its_gradients(layer, recipe, mesh):
     # fp32 scales of FP8 blocks are the only floats.
     assert gathered <= ({"u8", "f32"} if recipe == "fp8_block" else {"u8"})
     assert ("u8" in gathered) == travels
+
+
+@pytest.mark.parametrize("lies", [P(), P("e"), P(None, "e")], ids=str)
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current"])
+def test_inside_a_shard_map_over_some_of_the_axes(recipe, lies, mesh):
+    """Data parallel by hand, and the weight cut by JAX's types: gradients of what stands around the layer are right too."""
+    x, w, b, s = (
+        jnp.asarray(sample("gaussian", shape, seed=i)) for i, shape in enumerate(((32, 96), (64, 96), (1, 64), (1, 64)))
+    )
+    whole = bfp.quantize_params({"w": w}, recipe)["w"]
+
+    def gradients(q, b, s, x, **options):
+        def loss(q, b, s, x):
+            return ((bfp.linear(x, q, b, recipe=recipe, **options) * s) ** 2).sum()
+
+        return bfp.grad(loss, (0, 1, 2, 3))(q, b[0], s, x)
+
+    # Each rank's rows are a tensor of their own.
+    each = [gradients(whole, b, s, rows) for rows in jnp.split(x, 4)]
+    wanted = [sum(parts) for parts in list(zip(*each, strict=True))[:3]] + [jnp.concatenate([one[3] for one in each])]
+    body = jax.shard_map(
+        lambda q, b, s, x: gradients(q, b, s, x, data_axes=("d",)),
+        mesh=mesh, in_specs=(P(), P(), P(), P("d")), out_specs=(P(), P(), P(), P("d")), axis_names={"d"},
+    )  # fmt: skip
+    placed = jax.device_put(whole, bfp.named_shardings(whole, mesh, lies))
+    got = jax.jit(body)(placed, b, s, jax.device_put(x, NamedSharding(mesh, P("d"))))
+    for ours, theirs in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("lies", [P("d"), P(None, "d"), P("d", "e"), P(None, None, "e"), P()], ids=str)
+def test_dot_general_keeps_the_axes_that_are_cut(lies, mesh):
+    x, w = (jnp.asarray(sample("gaussian", shape, seed=i)) for i, shape in enumerate(((8, 32, 64), (48, 64))))
+    dimensions = (((2,), (1,)), ((), ()))
+
+    def run(x, w):
+        y, back = jax.vjp(lambda x, w: bfp.dot_general(x, w, dimensions, recipe="mxfp8"), x, w)
+        return y, *back(y)
+
+    placed = jax.device_put(x, NamedSharding(mesh, lies))
+    got = jax.jit(run)(placed, jax.device_put(w, NamedSharding(mesh, P())))
+    entries = (*lies, *(None,) * (3 - len(lies)))
+    assert got[0].sharding.spec == P(*entries[:2], None)
+    assert jax.typeof(got[1]).sharding == jax.typeof(placed).sharding
+    for ours, theirs in zip(got, jax.jit(run)(x, w), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
+
+
+def test_dot_general_lies_as_out_sharding_says(mesh):
+    """As in einsums of training loops for Explicit meshes."""
+    x, w = (jnp.asarray(sample("gaussian", shape, seed=i)) for i, shape in enumerate(((8, 32, 64), (48, 64))))
+    placed = jax.device_put(x, NamedSharding(mesh, P("d"))), jax.device_put(w, NamedSharding(mesh, P("e")))
+    multiply = lambda x, w, out: jnp.einsum(  # noqa: E731
+        "btk,nk->btn", x, w, out_sharding=out, _dot_general=partial(bfp.dot_general, recipe="mxfp8")
+    )
+    wanted = multiply(x, w, None)
+    with jax.set_mesh(mesh):
+        for out in (P("d", None, "e"), P(("d", "e")), P(), NamedSharding(mesh, P(None, "d"))):
+            y = jax.jit(multiply, static_argnums=2)(*placed, out)
+            assert jax.typeof(y).sharding.spec == P(*(*getattr(out, "spec", out), *(None,) * 3)[:3])
+            np.testing.assert_allclose(y, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+    with pytest.raises(ValueError, match=r"out_sharding = .* must be a PartitionSpec or NamedSharding of a mesh with Explicit"):
+        bfp.dot_general(x, w, (((2,), (1,)), ((), ())), out_sharding=P("d"), recipe="mxfp8")
+
+
+def test_axes_that_dot_general_would_merge(mesh):
+    x = jax.device_put(jnp.ones((4, 8, 64)), NamedSharding(mesh, P(None, "d")))
+    w = jnp.ones((4, 8, 48))
+    with pytest.raises(ValueError, match=r"axes \(1, 2\) of lhs become one, and axis 2 is cut over 'd'"):
+        jax.jit(lambda x, w: bfp.dot_general(x, w, (((0, 1), (0, 1)), ((), ())), recipe="mxfp8"))(x, w)
 
 
 def test_what_jax_can_not_add_is_its_own_error(mesh):

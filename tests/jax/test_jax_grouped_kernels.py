@@ -76,7 +76,9 @@ def played_transpose(codes, format, columns):
     return layout.pack(layout.unpack(codes, width, columns).swapaxes(-1, -2), width)
 
 
-def played_product(a, b, formats, ends, dtype, *, capability, along_k=False, fast=False, ordered=False, bands=False):
+def played_product(a, b, formats, ends, dtype, *, bias=None, capability, along_k=False, fast=False, ordered=False, bands=False):
+    assert bias is None or not along_k
+
     def values(side, i, group=None):
         codes, scales = side
         if formats is None:
@@ -90,7 +92,7 @@ def played_product(a, b, formats, ends, dtype, *, capability, along_k=False, fas
             scales = scales.T[: codes.shape[0]]
         return numerics.dequantize(codes, scales, None, formats[i], "float32", columns=codes.shape[-1]), np.float32(1)
 
-    def run(a, b, ends):
+    def run(a, b, ends, bias):
         (a, b), ends = (tuple(np.asarray(part) for part in side) for side in (a, b)), np.asarray(ends)
         (m, _), n = a[0].shape, b[0].shape[-2]
         out = np.full((len(ends), m, n) if along_k else (m, n), np.nan, np.float32)
@@ -102,12 +104,13 @@ def played_product(a, b, formats, ends, dtype, *, capability, along_k=False, fas
             else:
                 own = b[0][group.number], b[1] if b[1].ndim == 1 else b[1][group.number]
                 (left, by), (right, with_) = values(a, 0, group.number), values(own, 1, group.number)
-                out[group.begin : group.end] = left[group.begin : group.end] @ right.T * by * with_
+                added = 0 if bias is None else np.asarray(bias[group.number], np.float32)
+                out[group.begin : group.end] = left[group.begin : group.end] @ right.T * by * with_ + added
         return out
 
     (m, _), n, count = a[0].shape, b[0].shape[-2], ends.shape[0]
     like = jax.ShapeDtypeStruct((count, m, n) if along_k else (m, n), jnp.float32)
-    return jax.pure_callback(run, like, a, b, ends).astype(dtype)
+    return jax.pure_callback(run, like, a, b, ends, bias).astype(dtype)
 
 
 @pytest.fixture
@@ -140,11 +143,12 @@ def test_the_layer_is_that_of_tiles(recipe, played, monkeypatch):
     x, g = (jnp.asarray(rng.standard_normal((TOKENS, size)), jnp.bfloat16) for size in (IN, OUT))
     w = jnp.asarray(rng.standard_normal((len(SIZES), OUT, IN)), jnp.bfloat16)
     w = bfp.quantize_params(w, recipe) if recipe.weight.format else w
+    bias = jnp.asarray(rng.standard_normal((len(SIZES), OUT)), jnp.bfloat16)
     state = bfp.DelayedState(jnp.zeros(4), jnp.float32(37.5), jnp.zeros(4), jnp.float32(100)) if recipe.delayed else None
 
     def run(x, w):
         def loss(x, w):
-            y = bfp.grouped_linear(x, w, jnp.asarray(SIZES), recipe=recipe, key=KEY, state=state)
+            y = bfp.grouped_linear(x, w, jnp.asarray(SIZES), bias, recipe=recipe, key=KEY, state=state)
             y = y if state is None else y[0]
             return (y.astype(jnp.float32) * g).sum(), y
 

@@ -150,6 +150,27 @@ def test_without_check_vma():
     check("HSDP 2x4", "mxfp8", STRADDLING, check_vma=False)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradients_of_plain_parameters(check_vma):
+    """Of a layer's own bias it is the sum over ranks in any case; of others JAX sums by default, and the caller without."""
+    case = CASES["FSDP 8"]
+    x, w, g, b = arrays((64, 64), 8)
+    placed, s = bfp.shard_params(bfp.quantize_params(w, "mxfp8"), case.mesh, case.weight), np.full(64, 0.5, np.float32)
+
+    def gradients(w, b, s, x, g, **options):
+        return jax.grad(lambda b, s: (bfp.linear(x, w, b, recipe="mxfp8", **options) * s * g).sum(), (0, 1))(b, s)
+
+    def body(*arguments):
+        of_bias, of_other = gradients(*arguments, data_axes=case.data)
+        return of_bias, of_other if check_vma else jax.lax.psum(of_other, "fsdp")
+
+    specs = (bfp.partition_specs(placed), P(), P(), case.x, case.y)
+    run = jax.jit(jax.shard_map(body, mesh=case.mesh, in_specs=specs, out_specs=P(), check_vma=check_vma))
+    wanted = jax.jit(gradients)(bfp.quantize_params(w, "mxfp8"), b, s, x, g)
+    for got, want in zip(run(placed, b, s, x, g), wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
 def test_bad_axes_at_trace_time():
     case = CASES["FSDP 4 x TP 2, row"]
     x, w, _, _ = arrays((64, 64), 4)

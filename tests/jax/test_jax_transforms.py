@@ -168,3 +168,35 @@ def test_a_sharded_array_has_the_bits_of_the_whole(format, spec, mesh):
     q = bfp.quantize(placed, format, key=11)
     assert_same_tree(q, expected)
     assert_same_tree(q.dequantize(), expected.dequantize())
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current", "fp8_block", "mxfp4"])
+def test_a_scan_over_layers_keeps_no_second_copy_of_their_codes(recipe):
+    """What a scan's forward hands its backward is memory: codes of weights are arguments, and there already."""
+    layers, rows = 32, 16
+    w = jnp.asarray(sample("gaussian", (layers, 256, 256))) / 16
+    q, x = bfp.quantize_params(w, recipe), jnp.ones((rows, 256))
+
+    def loss(q, x):
+        return (jax.lax.scan(lambda x, w: (jnp.tanh(bfp.linear(x, w, recipe=recipe)), None), x, q)[0] ** 2).sum()
+
+    program = jax.jit(bfp.grad(loss, (0, 1))).lower(q, x).compile()
+    kept = layers * 2 * rows * 256 * 4  # of each layer's x, and of tanh
+    temporary = program.memory_analysis().temp_size_in_bytes
+    assert temporary < q.codes.nbytes / 2 + kept
+
+
+@pytest.mark.parametrize("format", ["mxfp8_e4m3", "fp8_e4m3_1x128", "fp8_e4m3_row", "nvfp4"])
+def test_a_cache_is_written_token_by_token(format):
+    """As docs/jax.md has it: tokens that have scales of their own, NVFP4's by vmap, stay what they were."""
+    keys, token = (jnp.asarray(sample("gaussian", shape, seed=i)) for i, shape in enumerate(((16, 128), (1, 128))))
+    of_tokens = format == "nvfp4"
+    quantize = jax.vmap(lambda row: bfp.quantize(row[None], format)) if of_tokens else lambda x: bfp.quantize(x, format)
+    cache, new = quantize(keys), quantize(100 * token)
+    write = jax.jit(
+        lambda cache, new, at: jax.tree.map(lambda part, row: jax.lax.dynamic_update_slice_in_dim(part, row, at, 0), cache, new)
+    )
+    read = lambda q: jax.vmap(lambda q: q.dequantize())(q)[:, 0] if of_tokens else q.dequantize()  # noqa: E731
+    wanted = np.array(read(cache))
+    wanted[5] = read(new)[0]
+    np.testing.assert_array_equal(read(write(cache, new, 5)), wanted)

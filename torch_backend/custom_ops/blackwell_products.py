@@ -33,7 +33,8 @@ def _mx(a: Matrix, b: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor
     codes, formats = _elements(a, b)
     scales = [view_scales(_interleaved(x), f) for x, f in zip((a, b), formats, strict=True)]
     kind, swizzle = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
-    out = F.scaled_mm(codes[0], codes[1].t(), scales[0], kind, scales[1], kind, swizzle, swizzle, output_dtype=dtype)
+    sums = dtype if bias is None else torch.float32
+    out = F.scaled_mm(codes[0], codes[1].t(), scales[0], kind, scales[1], kind, swizzle, swizzle, output_dtype=sums)
     return out if bias is None else (out + bias).to(dtype)
 
 
@@ -42,7 +43,8 @@ def _nvfp4(a: Matrix, b: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Ten
     scales = [[view_scales(_interleaved(x), f), x.factor] for x, f in zip((a, b), formats, strict=True)]
     kinds = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
     swizzles = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
-    out = F.scaled_mm(codes[0], codes[1].t(), scales[0], kinds, scales[1], kinds, swizzles, swizzles, output_dtype=dtype)
+    sums = dtype if bias is None else torch.float32
+    out = F.scaled_mm(codes[0], codes[1].t(), scales[0], kinds, scales[1], kinds, swizzles, swizzles, output_dtype=sums)
     return out if bias is None else (out + bias).to(dtype)
 
 

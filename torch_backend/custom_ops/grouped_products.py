@@ -159,10 +159,12 @@ def multiply_rows(
     rows = _values(a, tokens, k, columnwise=False)
     weight = w.values(torch.bfloat16, n if w.transposed else k, factored=True)
     y = grouped_mm(rows, weight if w.transposed else weight.mT, offs=ends)
-    of_group = _group_of_rows(ends, tokens)
     factor = _factor(a, w)
-    if factor is not None:
-        y.mul_(factor.expand(count)[of_group, None])
+    if factor is None and bias is None:
+        return _cleared(y.to(dtype), words, count)
+    # torch's product comes rounded to bfloat16; what follows is rounded once more.
+    of_group, y = _group_of_rows(ends, tokens), y.float()
+    y = y if factor is None else y.mul_(factor.expand(count)[of_group, None])
     y = y if bias is None else y.add_(bias[of_group])
     return _cleared(y.to(dtype), words, count)
 

@@ -250,13 +250,14 @@ def _summed(terms: Tensor, parallel: Parallel, dtype: torch.dtype) -> Tensor:
 def _summed_output(
     terms: Tensor, bias: Tensor | None, counts: Sequence[int] | None, parallel: Parallel, dtype: torch.dtype
 ) -> Tensor:
-    y = _summed(terms, parallel, dtype)
+    y = _summed(terms, parallel, dtype if bias is None else torch.float32)
     if torch.compiler.is_compiling():
         # Of what a collective gives, torch 2.11 compiles no gradient; inductor leaves the copy out.
         y = y.clone()
     if bias is None:
         return y
-    return y + (bias if counts is None else torch.cat([b.expand(n, -1) for b, n in zip(bias, counts, strict=True)]))
+    of_rows = bias if counts is None else torch.cat([b.expand(n, -1) for b, n in zip(bias, counts, strict=True)])
+    return (y + of_rows).to(dtype)
 
 
 def _overflows(groups: list[Tensor], parallel: Parallel) -> list[Tensor | None]:

@@ -273,7 +273,12 @@ def rounded(value: Array, dtype: str) -> Array:
     return xp.where(nan, canonical, narrow.view(xp.int16)).view(narrow.dtype)
 
 
-def e2m1_values(code: Array) -> Array:
-    """float32 values of E2M1 codes (int32): fp32's subnormal numbers continue its own, 2^126 below."""
+def e2m1_values(code: Array, *, on_gpu: bool) -> Array:
+    """float32 values of E2M1 codes (int32): fp32's subnormal numbers, which a GPU keeps, continue its own, 2^126 below."""
     xp = array_namespace(code)
-    return (((code & 7) << 22) | ((code & 8) << 28)).view(xp.float32) * 2.0**126
+    magnitude, sign = (code & 7) << 22, (code & 8) << 28
+    if on_gpu:
+        return (magnitude | sign).view(xp.float32) * 2.0**126
+    # 0 and 0.5, then normal numbers.
+    normal = xp.where(code & 6 == 0, (code & 1) * 126 << 23, magnitude + (126 << 23))
+    return (normal | sign).view(xp.float32)

@@ -67,7 +67,7 @@ def quantize(x: jax.Array, format: Format, nominal: str, *, rows: bool) -> list[
     def encode(values):
         stored, multiplier = blocks.scales(values, (1,), format, nominal)
         multiplier = mosaic.spread(multiplier, values.shape, (0,), mosaic.WGMMA)
-        return blocks.codes(blocks.to_fp32(values), multiplier, format.element, on_gpu=True), stored
+        return blocks.codes(blocks.to_fp32(values), multiplier, format.element, on_gpu=mosaic.on_gpu()), stored
 
     down, across = -(-m // height), n // width
     rowwise = [jax.ShapeDtypeStruct((m, n), jnp.uint8), scales_type((n // block, down * height), format)]
@@ -121,7 +121,7 @@ def cast(x: jax.Array, multiplier: jax.Array, format: Format, *, rows: bool) -> 
         mosaic.send(*pairs, *([(staged[1], outputs[0].at[down, across])] if rows else []))
 
     def encode(values, multiplier):
-        return blocks.codes(blocks.to_fp32(values), multiplier[0], format.element, on_gpu=True)
+        return blocks.codes(blocks.to_fp32(values), multiplier[0], format.element, on_gpu=mosaic.on_gpu())
 
     return mosaic.call(
         body,

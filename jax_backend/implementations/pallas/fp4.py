@@ -49,9 +49,9 @@ def quantize(x: jax.Array, multiplier: jax.Array, tensor_scale: jax.Array, forma
         pair = _load_pair(words, at, layout, x.dtype)
         amax = jnp.maximum(*(blocks.largest(values, axes) for values in pair))
         nan = blocks.holds_nan(pair[0], axes) | blocks.holds_nan(pair[1], axes)
-        stored, encode = blocks.nvfp4_scales(amax, nan, multiplier[0], tensor_scale[0], on_gpu=True)
+        stored, encode = blocks.nvfp4_scales(amax, nan, multiplier[0], tensor_scale[0], on_gpu=mosaic.on_gpu())
         encode = mosaic.spread(encode, pair[0].shape, spread, layout)
-        low, high = (blocks.e2m1_codes(values, encode, on_gpu=True) for values in pair)
+        low, high = (blocks.e2m1_codes(values, encode, on_gpu=mosaic.on_gpu()) for values in pair)
         mosaic.store(codes, at, (low | (high << 4)).astype(jnp.uint8))
         mosaic.store(scales, scales_at, stored.astype(jnp.uint8))
 
@@ -93,7 +93,8 @@ def dequantize(codes: jax.Array, scales: jax.Array, tensor_scale: jax.Array | No
         else:
             decode = blocks.e4m3_values(stored) * refs[0][0]
         decode = mosaic.spread(decode, byte.shape, (0,), layout)
-        pair = [blocks.rounded(blocks.e2m1_values(code) * decode, dtype) for code in (byte & 0xF, byte >> 4)]
+        sides = (blocks.e2m1_values(code, on_gpu=mosaic.on_gpu()) for code in (byte & 0xF, byte >> 4))
+        pair = [blocks.rounded(values * decode, dtype) for values in sides]
         if wide:
             for side, values in enumerate(pair):
                 mosaic.store(refs[-1], (at, slice(None), side), values)

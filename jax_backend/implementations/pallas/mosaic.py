@@ -6,7 +6,9 @@ Mosaic GPU is written for one warpgroup (128 threads): an array in a kernel is s
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -30,6 +32,29 @@ _store: Any = getattr(plgpu, "store", None)
 
 # JAX 0.10 can't read swizzled shared memory transposed.
 CAN_TRANSPOSE = jax.__version_info__ >= (0, 11)
+
+_interpret: Any = getattr(plgpu, "force_gpu_interpret_mode", None)
+CAN_INTERPRET = _interpret is not None
+"""Whether JAX can run kernels on a CPU."""
+
+_interpreting: ContextVar[bool] = ContextVar("_interpreting", default=False)
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Lets kernels that are traced in this block run on a CPU, by JAX's interpreter."""
+    token = _interpreting.set(True)
+    try:
+        with _interpret():
+            yield
+    finally:
+        _interpreting.reset(token)
+
+
+def on_gpu() -> bool:
+    """Returns True where a kernel that is traced now has a GPU's arithmetic."""
+    return not _interpreting.get()
+
 
 Barrier = plgpu.Barrier
 Layout = Any

@@ -45,7 +45,7 @@ def _rows(x: jax.Array, format: Format, nominal: str) -> tuple[jax.Array, jax.Ar
         values = mosaic.load(x, at, layout)
         stored, multiplier = blocks.scales(values, (1,), format, nominal)
         multiplier = mosaic.spread(multiplier, values.shape, (0,), layout)
-        mosaic.store(codes, at, blocks.codes(blocks.to_fp32(values), multiplier, format.element, on_gpu=True))
+        mosaic.store(codes, at, blocks.codes(blocks.to_fp32(values), multiplier, format.element, on_gpu=mosaic.on_gpu()))
         mosaic.store(scales, at, as_stored(stored, format))
 
     codes, scales = mosaic.call(
@@ -71,7 +71,7 @@ def _squares(x: jax.Array, format: Format, nominal: str) -> tuple[jax.Array, jax
         values = mosaic.load(x, at, layout)
         stored, multiplier = blocks.scales(values, (2, 0), format, nominal)
         multiplier = mosaic.spread(multiplier, values.shape, (1,), layout)
-        mosaic.store(codes, at, blocks.codes(blocks.to_fp32(values), multiplier, format.element, on_gpu=True))
+        mosaic.store(codes, at, blocks.codes(blocks.to_fp32(values), multiplier, format.element, on_gpu=mosaic.on_gpu()))
         mosaic.store(scales, (row, mosaic.slice_of(first, 4)), as_stored(stored, format))
 
     codes, scales = mosaic.call(
@@ -95,7 +95,7 @@ def _large_squares(x: jax.Array, format: Format, nominal: str) -> tuple[jax.Arra
         values = mosaic.load(x, at, layout)
         stored, multiplier = blocks.scales(values, (1, 0), format, nominal)
         multiplier = mosaic.spread(multiplier, values.shape, (), layout)
-        mosaic.store(codes, at, blocks.codes(blocks.to_fp32(values), multiplier, format.element, on_gpu=True))
+        mosaic.store(codes, at, blocks.codes(blocks.to_fp32(values), multiplier, format.element, on_gpu=mosaic.on_gpu()))
         scales[row, column] = as_stored(stored, format)
 
     codes, scales = mosaic.call(
@@ -122,7 +122,7 @@ def cast(x: jax.Array, multiplier: jax.Array, format: Format) -> jax.Array:
     def body(x, multiplier, codes):
         at = mosaic.slice_of(start(0, total, count), count)
         values = blocks.to_fp32(mosaic.load(x, at, layout))
-        mosaic.store(codes, at, blocks.codes(values, multiplier[0], format.element, on_gpu=True))
+        mosaic.store(codes, at, blocks.codes(values, multiplier[0], format.element, on_gpu=mosaic.on_gpu()))
 
     [codes] = mosaic.call(
         body,
