@@ -75,6 +75,7 @@ def ends(blocks: str, count: int, start: int, end: int) -> list[str]:
             raise ValueError(f"{name} must be in 0..count, got {value} of {count} blocks")
     return [rf"^{re.escape(blocks)}\.{i}\." for i in range(count) if i < start or i >= count - end]
 
+
 PATHS = {"path", "fqn", "name", "fullname", "full_name", "qualname", "key", "module_name", "layer_name", "module_path", "n"}
 MODULES = {"module", "mod", "layer", "submodule", "child", "leaf", "param", "parameter", "array", "value", "linear", "m"}
 """Names that functions give to a layer's path, and to the layer; a leaf of a tree is one too."""
@@ -105,8 +106,8 @@ def select(filter_fn: Callable[..., Any] | None, named: Sequence[tuple[str, Any]
     """Asks a filter about layers, each by its path: see `path_first`. None takes all.
 
     Raises:
-        TypeError: it is no function; or its parameters' names don't say which is the path, it takes every layer as (path, layer),
-            and tells them apart as (layer, path). One that is written for layer and path compares a layer with paths then, which
+        TypeError: it is no function; or its parameters' names don't say which is the path, it takes every layer as (path,
+            layer), and tells them apart as (layer, path). One that is written for layer and path then compares a layer with paths, which
             is never equal, and says nothing.
     """
     if filter_fn is None:

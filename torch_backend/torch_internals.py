@@ -212,10 +212,10 @@ def holder_of(param: Tensor) -> str | None:
     if getattr(param, "_fsdp_flattened", False):
         return "a FullyShardedDataParallel"
     zero: Any = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
-    if zero is not None and param.untyped_storage().nbytes() > param.nbytes:
-        # It sends memory of several parameters at once, in which this one would lie no more.
-        if any(one is param for held in _instances(zero) for group in held.param_groups for one in group["params"]):
-            return "a ZeroRedundancyOptimizer with parameters_as_bucket_view=True"
+    viewed = zero is not None and param.untyped_storage().nbytes() > param.nbytes
+    if viewed and any(one is param for held in _instances(zero) for group in held.param_groups for one in group["params"]):
+        # It sends the memory of several parameters at once, which would no longer hold this one.
+        return "a ZeroRedundancyOptimizer with parameters_as_bucket_view=True"
     if weakref.getweakrefs(param):
         return "a weak reference (torch.compile's, say)"
     use_count: Callable[[], int] = param._use_count  # pyright: ignore[reportAttributeAccessIssue]

@@ -44,8 +44,8 @@ def convert(model: Any, recipe: Recipe | str | ByPath, filter_fn: Filter | None 
         model: of nnx, or of linen and not bound yet.
         recipe: a `Recipe`, its name, or a function from a layer's path ("layers.0.up") to one of these, or to None for a layer
             that stays as it is; or a mapping of patterns of paths to these (`recipes.ByPath`).
-        filter_fn: called with path and layer, or with layer and path where their parameters' names say so; False leaves the layer
-            as it is.
+        filter_fn: called with path and layer, or with layer and path where its parameters' names say so; False leaves the
+            layer as it is.
         rngs: of nnx models: each layer whose recipe rounds stochastically takes a stream of its own; others draw nothing. A
             linen model takes `apply(.., rngs={"quantize": key})`.
 

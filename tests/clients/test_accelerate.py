@@ -127,7 +127,7 @@ def _converted_behind_prepare(rank):
             plain = plain_net()
             model, optimizer = ours.prepare(plain, optimizer_of(plain, weights))
             if not alone:
-                with pytest.raises(ValueError, match="held by a DistributedDataParallel.*convert the model first"):
+                with pytest.raises(ValueError, match=r"held by a DistributedDataParallel.*convert the model first"):
                     bfp.convert(model, "mxfp8", weights=weights)
                 continue
             bfp.convert(model, "mxfp8", weights=weights)

@@ -291,9 +291,13 @@ def test_a_filters_annotation_says_which_is_the_path():
     assert patterns.select(chosen, LAYERS) == [True, True, False]
 
 
-@pytest.mark.parametrize("filter_fn", [lambda a, b: b != "head", lambda a, b: b not in {"head"}, lambda *both: both[1] != "head"])
+@pytest.mark.parametrize(
+    "filter_fn", [lambda a, b: b != "head", lambda a, b: b not in {"head"}, lambda *both: both[1] != "head"]
+)
 def test_a_filter_that_would_silently_take_all_in_one_order_is_refused(filter_fn):
-    with pytest.raises(TypeError, match=r"called with layer and path, .* would leave some: name its parameters \(path, layer\)"):
+    with pytest.raises(
+        TypeError, match=r"called with layer and path, .* would leave some: name its parameters \(path, layer\)"
+    ):
         patterns.select(filter_fn, LAYERS)
 
 
@@ -311,7 +315,9 @@ def test_an_error_of_a_filter_says_how_it_was_called():
 
 
 def test_a_misspelt_recipe_is_told_its_neighbours():
-    with pytest.raises(ValueError, match=r"recipe 'mxpf8' is not known; did you mean 'mxfp8'( or '\w+')?\? Or choose one of fp8_"):
+    with pytest.raises(
+        ValueError, match=r"recipe 'mxpf8' is not known; did you mean 'mxfp8'( or '\w+')?\? Or choose one of fp8_"
+    ):
         recipes.parse("mxpf8")
     with pytest.raises(ValueError, match="recipe 'int4' is not known; choose one of fp8_delayed"):
         recipes.parse("int4")

@@ -310,7 +310,15 @@ def test_several_processes(tmp_path):
 
 def test_what_is_refused_is_said_in_150_characters_and_the_rest_in_notes():
     q, x = bfp.quantize(jnp.ones((64, 64)), "mxfp8_e4m3_32x32"), jnp.ones((4, 64))
-    for act in (lambda: q + 1, lambda: 1 - q, lambda: q @ x.T, lambda: x @ q, lambda: q[0], lambda: bool(q), lambda: np.asarray(q)):
+    for act in (
+        lambda: q + 1,
+        lambda: 1 - q,
+        lambda: q @ x.T,
+        lambda: x @ q,
+        lambda: q[0],
+        lambda: bool(q),
+        lambda: np.asarray(q),
+    ):
         with pytest.raises(TypeError, match=r"q\.dequantize\(\) gives values") as raised:
             act()
         assert len(str(raised.value)) <= 150

@@ -1,4 +1,4 @@
-"""A class's forward that is replaced, before `convert` or after it, is called: as of plain modules, or an error says why not."""
+"""A class's forward that is replaced before or after `convert` is called, as in plain modules, or an error says why not."""
 
 import copy
 import pickle
@@ -106,7 +106,9 @@ def test_an_activations_and_a_quantized_layers(cls, make, monkeypatch):
     assert torch.equal(got, taken_apart(X))
 
 
-@pytest.mark.parametrize(("name", "make"), [("silu", Titan), ("silu", MLP), ("gelu", lambda: nn.Sequential(nn.GELU(), nn.Linear(64, 64)))])
+@pytest.mark.parametrize(
+    ("name", "make"), [("silu", Titan), ("silu", MLP), ("gelu", lambda: nn.Sequential(nn.GELU(), nn.Linear(64, 64)))]
+)
 def test_a_functions(name, make, monkeypatch):
     model = bfp.convert(make(), "mxfp8")
     before, function = model(X), getattr(F, name)

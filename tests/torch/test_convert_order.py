@@ -132,7 +132,7 @@ def test_osci_reset_without_codes_is_refused_at_the_first_step():
     optimizer = bfp.AdamW(model.parameters(), osci_reset=bfp.OsciReset())
     bfp.convert(model, "mxfp8", weights="high_precision")
     model(torch.ones(2, 32)).sum().backward()
-    with pytest.raises(ValueError, match="has no codes between two steps.*osci_reset=None"):
+    with pytest.raises(ValueError, match=r"has no codes between two steps.*osci_reset=None"):
         optimizer.step()
 
 

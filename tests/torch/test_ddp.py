@@ -106,12 +106,14 @@ def _wrapped_before(rank):
             wrapped(torch.ones(2, 64)).sum().backward()
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     divided = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, parameters_as_bucket_view=True)
-    with pytest.raises(ValueError, match="held by a ZeroRedundancyOptimizer with parameters_as_bucket_view=True.*convert the model"):
+    with pytest.raises(
+        ValueError, match=r"held by a ZeroRedundancyOptimizer with parameters_as_bucket_view=True.*convert the model"
+    ):
         bfp.convert(model, "mxfp8")
     del divided
     layer = bfp.Linear(64, 64, recipe="mxfp8")
     wrapped = DistributedDataParallel(layer)
-    with pytest.raises(ValueError, match="is held by a DistributedDataParallel.*call parallelize first"):
+    with pytest.raises(ValueError, match=r"is held by a DistributedDataParallel.*call parallelize first"):
         bfp.parallelize(layer, init_device_mesh("cpu", (2,)), "column")
     # One that wraps another model, or none any more, is in nobody's way.
     other = DistributedDataParallel(nn.Linear(64, 64))

@@ -100,7 +100,9 @@ def test_alone_it_is_its_values():
     weight = torch.nn.Parameter(CastWeight.from_values(values, "mxfp8_e4m3_32x32"))
     assert isinstance(weight, CastWeight)
     assert torch.equal(weight @ weight.mT, values @ values.mT)
-    with pytest.raises(NotImplementedError, match=r"(?s)would multiply it in high precision: call the layer itself.*weight\.values"):
+    with pytest.raises(
+        NotImplementedError, match=r"(?s)would multiply it in high precision: call the layer itself.*weight\.values"
+    ):
         weight @ values.mT
     assert type(weight.detach() * 2) is torch.Tensor
     for got, want in zip(tensors_of(weight.quantized()), tensors_of(bfp.quantize(values, "mxfp8_e4m3_32x32")), strict=True):

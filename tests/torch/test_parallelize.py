@@ -79,7 +79,7 @@ def test_an_optimizer_built_before_is_told_so_at_its_first_step(weights):
         model(values((4, 64))).sum().backward()
         for optimizer in early:
             for call in (optimizer.step, optimizer.zero_grad):
-                with pytest.raises(RuntimeError, match="parallelize has put another in its place.*behind parallelize"):
+                with pytest.raises(RuntimeError, match=r"parallelize has put another in its place.*behind parallelize"):
                     call()
         for act in (
             lambda: nn.utils.clip_grad_norm_(held, 1.0),

@@ -48,7 +48,12 @@ def sequentials(model: nn.Module, made: Container[nn.Module]) -> Iterator[nn.Seq
         made: the layers that `convert` changes.
     """
     for module in model.modules():
-        if type(module) is not nn.Sequential or nn.Sequential.forward is not SEQUENTIAL or "forward" in vars(module) or parametrize.is_parametrized(module):
+        if (
+            type(module) is not nn.Sequential
+            or nn.Sequential.forward is not SEQUENTIAL
+            or "forward" in vars(module)
+            or parametrize.is_parametrized(module)
+        ):
             continue
         modules = list(module)
         if any(

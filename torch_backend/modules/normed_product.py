@@ -18,7 +18,13 @@ def fused_norm_product(norm: nn.Module, layer: Any, x: Tensor) -> Tensor | None:
     That is off a GPU and while a compiler traces, where somebody may want to see what the norm makes (hooks), where another
     module stands in the place of either, and where `linear.normed` says no.
     """
-    if type(norm) is not nn.RMSNorm or nn.RMSNorm.forward is not RMS_NORM or type(x) is not Tensor or not x.is_cuda or torch.compiler.is_compiling():
+    if (
+        type(norm) is not nn.RMSNorm
+        or nn.RMSNorm.forward is not RMS_NORM
+        or type(x) is not Tensor
+        or not x.is_cuda
+        or torch.compiler.is_compiling()
+    ):
         return None
     if type(layer).forward is not QUANTIZED or layer.parallel is not None or norm.normalized_shape != x.shape[-1:]:
         return None

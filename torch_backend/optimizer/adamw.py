@@ -124,15 +124,15 @@ class _Adam(Optimizer):
         Runs one after the other may: none goes on behind another's first step.
         """
         last, key = getattr(_turns, "last", lambda: None)(), tuple(self.param_groups[0].get("key", self.defaults["key"]))
-        if self._began and last is not None and last is not self and not _told:
-            if tuple(last.param_groups[0].get("key", last.defaults["key"])) == key:
-                _told.add(key)
-                warnings.warn(
-                    f"two optimizers that round stochastically have key={key}, and number their parameters from 0 each: they "
-                    "round by the same random bits. Give each a key of its own, the same on every rank, such as key=1",
-                    UserWarning,
-                    stacklevel=4,
-                )
+        in_turn = self._began and last is not None and last is not self and not _told
+        if in_turn and tuple(last.param_groups[0].get("key", last.defaults["key"])) == key:
+            _told.add(key)
+            warnings.warn(
+                f"two optimizers that round stochastically have key={key}, and number their parameters from 0 each: they round "
+                "by the same random bits. Give each a key of its own, the same on every rank, such as key=1",
+                UserWarning,
+                stacklevel=4,
+            )
         _turns.last, self._began = weakref.ref(self), True
 
     @torch.no_grad()

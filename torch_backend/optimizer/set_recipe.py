@@ -69,7 +69,8 @@ def set_recipe(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | No
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     optimizers = [] if optimizer is None else optimizers_in(optimizer)
-    named = model_names.named_modules(model_names.plain_module(model))
+    plain = model_names.plain_module(model)
+    named = model_names.named_modules(plain)
     layers = {path: layer for path, layer in named if isinstance(layer, Layer)}
     if not layers:
         raise ValueError("model holds no quantized layer: use convert(model, recipe) first")

@@ -73,7 +73,9 @@ def _view(bucket: Bucket, shape: Sequence[int]) -> Tensor:
     if tuple(shape) in ((-1,), tuple(bucket.shape)):
         return bucket
     if more or tuple(shape) != tuple(piece.shape):
-        raise refused(aten.view.default, f"these are weights of shape {[tuple(p.shape) for p in bucket.pieces]}", FLAT, FLATTENERS)
+        raise refused(
+            aten.view.default, f"these are weights of shape {[tuple(p.shape) for p in bucket.pieces]}", FLAT, FLATTENERS
+        )
     return piece
 
 

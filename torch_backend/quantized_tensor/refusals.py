@@ -39,7 +39,7 @@ _PEFT = "PEFT's LoRA: give blockfp.torch_backend.integrations.peft.register its 
 
 READERS_OF_LAYERS = (
     "a torch module reads the weights of its layers (torch.nn.MultiheadAttention, the fused path of "
-    "torch.nn.TransformerEncoderLayer in evaluation): leave them as they are, or let blockfp.torch.convert convert that module, "
+    "torch.nn.TransformerEncoderLayer in evaluation): leave them, or let blockfp.torch.convert convert that module, "
     "not its layers alone",
     "a loss reads the weight of the head (TRL, Liger): leave the head out of convert: "
     "filter_fn=lambda path, layer: path != 'lm_head'",
@@ -54,7 +54,7 @@ _WRITERS = (
 )
 
 _SENDERS = (
-    "blockfp.torch.parallelize cuts weights over a tensor-parallel mesh (not torch's parallelize_module), and fully_shard shards "
+    "blockfp.torch.parallelize cuts weights over a tensor-parallel mesh (torch's parallelize_module doesn't); fully_shard shards "
     "them",
 )
 
@@ -87,7 +87,9 @@ def refusal(func: Any) -> NotImplementedError:
     if func in PRODUCTS:
         return refused(func, "it skips the recipe", CALL_THE_LAYER, READERS_OF_LAYERS)
     if func in _STACKS:
-        return refused(func, "blocks of several tensors are not those of one", "join what dequantize() gives", _STACKS_OF_WEIGHTS)
+        return refused(
+            func, "blocks of several tensors are not those of one", "join what dequantize() gives", _STACKS_OF_WEIGHTS
+        )
     if is_mutable(func):
         steps = "use blockfp.torch.AdamW, or load_high_precision_(parameter, values)"
         return refused(func, "it writes values", steps, _WRITERS)
