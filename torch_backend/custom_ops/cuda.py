@@ -103,6 +103,9 @@ def amax(x: Array, format: Format | str, *, origin: Origin = (0, 0)) -> Amax:
     return Amax(blocks, nan, tensor)
 
 
+_amax_of = amax  # where an argument has its name
+
+
 def quantize(
     x: Array,
     format: Format | str,
@@ -272,6 +275,37 @@ def encode(
         *stored_numbers(format), 0, 0, *origin, *(shape or (0, 0)),
     )  # fmt: skip
     return codes
+
+
+def requantize(
+    x: Array,
+    format: Format | str,
+    scales: Array,
+    tensor_scale: Array | None = None,
+    *,
+    key: Any = None,
+    origin: Origin = (0, 0),
+    shape: tuple[int, int] | None = None,
+    amax: Amax | None = None,
+) -> Quantized:
+    """Quantizes a float32 CUDA tensor with scales that go on from those it had; see `numerics.requantize`."""
+    check_input_on_device(x)
+    format = Format.parse(format)
+    check_beside(x, "x", scales=scales, tensor_scale=tensor_scale)
+    check_scales(scales, tensor_scale, x.shape, format, origin)
+    if amax is None:
+        amax = _amax_of(x, format, origin=origin)
+    check_beside(x, "x", **{f"amax.{field}": part for field, part in amax._asdict().items()})
+    codes = x.new_empty(layout.codes_shape(x.shape, format), dtype=torch.uint8)
+    new = Quantized(
+        codes, scales.clone(memory_format=torch.contiguous_format), None if tensor_scale is None else tensor_scale.clone()
+    )
+    blocks, nan, tensor = (None if part is None else part.contiguous() for part in amax[:3])
+    library().requantize(
+        stack_of(x), blocks, nan, tensor, key_beside(key, x), *new, tensor_scale, *stored_numbers(format), *origin,
+        *(shape or (0, 0)),
+    )  # fmt: skip
+    return new
 
 
 def dequantize(

@@ -127,4 +127,15 @@ BLOCKFP_HD F decode_scale(Int<F> stored, float tensor_scale) {
   }
 }
 
+// The number that elements are multiplied with under a stored scale (an E8M0 or E4M3 byte, or fp32 bits). A NaN counts as the largest scale.
+BLOCKFP_HD float stored_multiplier(ScaleRule rule, int32_t stored, float tensor_scale) {
+  if (rule == ScaleRule::kE8m0Ceil || rule == ScaleRule::kE8m0Floor) {
+    return from_bits<float>(stored >= 254 ? 0x400000 : (254 - stored) << 23);
+  }
+  const float scale = rule >= ScaleRule::kE4m3 ? decode_scale<ScaleRule::kE4m3, float>(stored, tensor_scale) : from_bits<float>(stored);
+  const int32_t magnitude = to_bits(scale) & kMagnitude;
+  const float safe = from_bits<float>(magnitude >= kInfinity ? kFp32Max : magnitude);
+  return from_bits<float>(smaller(to_bits(divide(1.0f, safe)), kFp32Max));
+}
+
 }  // namespace blockfp
