@@ -92,7 +92,7 @@ def quantize(
     amax = numerics.amax(z, format) if amax is None else amax
     assert amax.nan is not None
     multiplier = scaling.nvfp4_multiplier(xp.reshape(amax.tensor, (1,) * z.ndim), format, _LARGEST)
-    stored = scaling.nvfp4_scale(amax.blocks, multiplier, element)
+    stored = scaling.nvfp4_scale(amax.blocks, multiplier, format)
     tensor_scale = scaling.reciprocal(multiplier)
     tensor = tensor_scale.reshape(()).view(xp.float32)
     if 0 in z.shape:

@@ -211,7 +211,7 @@ def _scales(
             of_tensor = (tensor_amax, multiplier, tensor_scale)
             stored = four_over_six.scales(amax.blocks, *of_tensor, magnitude, format, materialize)
         else:
-            stored = scaling.nvfp4_scale(amax.blocks, multiplier, element)
+            stored = scaling.nvfp4_scale(amax.blocks, multiplier, format)
         decode = scaled(stored, E4M3, tensor_scale)
         return _Scales(stored, tensor_scale.reshape(()), scaling.clamped_reciprocal(decode))
     if format.scale.e8m0:

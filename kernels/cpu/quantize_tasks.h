@@ -17,7 +17,7 @@ BLOCKFP_HD BlockScale<F> scale_of(const QuantizeJob& job, I amax) {
   } else if constexpr (kE8m0Scale<R>) {
     return e8m0_scale<E, R, F>(amax);
   } else {
-    return e4m3_scale<E, F>(amax, job.multiplier, job.tensor_scale);
+    return e4m3_scale<E, F>(amax, job.multiplier, job.tensor_scale, R);
   }
 }
 
@@ -85,6 +85,8 @@ BLOCKFP_HD void scales_by_rule(const QuantizeJob& job, const Scratch& memory, in
       return scales_of_blocks<E, ScaleRule::kE8m0Floor>(job, memory, blocks, at);
     case ScaleRule::kE4m3:
       return scales_of_blocks<E, ScaleRule::kE4m3>(job, memory, blocks, at);
+    case ScaleRule::kE4m3Guarded:
+      return scales_of_blocks<E, ScaleRule::kE4m3Guarded>(job, memory, blocks, at);
     case ScaleRule::kFourOverSix:
     case ScaleRule::kFourOverSix448:
     case ScaleRule::kFourOverSixMse:

@@ -121,7 +121,7 @@ void run_quantize(QuantizeJob job, const int32_t* given_tensor, float* tensor_sc
       job.kept = kept_tensor_scale<E2M1>(to_bits(*tensor_scale_out), amax);
       job.tensor_scale = from_bits<float>(job.kept.after);
     } else {
-      job.multiplier = tensor_multiplier<E2M1>(amax, job.format.four_over_six() ? four_over_six_bound(job.format.rule) : E4M3::kMax);
+      job.multiplier = tensor_multiplier<E2M1>(amax, job.format.rule);
       job.tensor_scale = divide(1.0f, job.multiplier);
     }
     *tensor_scale_out = job.tensor_scale;

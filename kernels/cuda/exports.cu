@@ -98,7 +98,7 @@ void record_amax(TensorView amax, TensorView history) {
 void amax_blocks(TensorView x, TensorView blocks, MaybeTensor nan, MaybeTensor tensor, int64_t element, int64_t block_rows,
                  int64_t block_columns, int64_t rule, int64_t row, int64_t column) {
   const OnDevice on(x, "x");
-  const Format f = checked_format(element, block_rows, block_columns, rule, true);
+  const Format f = checked_format(element, block_rows, block_columns, rule, Scales::kThere, true);
   check(!f.per_tensor(), "a format with one scale per tensor has no block grid: use amax");
   const Matrices m = matrices_of(x, "x");
   const Window w = window_of(f, m.rows, m.columns, row, column, 0, 0);
@@ -116,7 +116,7 @@ void quantize(TensorView x, MaybeTensor amax, MaybeTensor recorded, MaybeTensor 
   const OnDevice on(x, "x");
   QuantizeArguments a{};
   a.x = matrices_of(x, "x");
-  a.format = checked_format(element, block_rows, block_columns, rule, false, true);
+  a.format = checked_format(element, block_rows, block_columns, rule, Scales::kChosen);
   check(!a.format.four_over_six() || !has(codes_t) || a.format.square(),
         "blocks of 1x16 choose between scales (4-over-6) along the rows alone: ask for codes of x.mT");
   check(a.x.column_stride == 1 || x.numel() == 0, "the columns of x must be adjacent, and their stride is ", a.x.column_stride,
@@ -271,7 +271,7 @@ void encode(TensorView x, MaybeTensor blocks, MaybeTensor nan, MaybeTensor amax,
             TensorView scales, MaybeTensor tensor_scale, int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule,
             int64_t eps_bits, int64_t largest_bits, int64_t row, int64_t column, int64_t rows, int64_t columns) {
   const OnDevice on(x, "x");
-  const Format f = checked_format(element, block_rows, block_columns, rule, true);
+  const Format f = checked_format(element, block_rows, block_columns, rule, has(blocks) ? Scales::kMade : Scales::kThere, true);
   EncodeArguments a = checked_encode(on, x, blocks, nan, amax, key, codes, scales, tensor_scale, f, row, column, rows, columns);
   a.eps_bits = static_cast<int32_t>(eps_bits);
   a.largest_bits = static_cast<int32_t>(largest_bits);
@@ -282,7 +282,7 @@ void requantize(TensorView x, TensorView blocks, MaybeTensor nan, MaybeTensor am
                 TensorView scales, MaybeTensor tensor_scale, MaybeTensor kept_tensor_scale, int64_t element, int64_t block_rows,
                 int64_t block_columns, int64_t rule, int64_t row, int64_t column, int64_t rows, int64_t columns) {
   const OnDevice on(x, "x");
-  const Format f = checked_format(element, block_rows, block_columns, rule, true);
+  const Format f = checked_format(element, block_rows, block_columns, rule, Scales::kThere, true);
   EncodeArguments a = checked_encode(on, x, blocks, nan, amax, key, codes, scales, tensor_scale, f, row, column, rows, columns);
   check(a.x.dtype == Fp32::kId, "x must be float32; it is ", describe(x));
   check_array(kept_tensor_scale, "kept_tensor_scale", on.device, 1, 32, "one float32");
@@ -295,7 +295,7 @@ void requantize(TensorView x, TensorView blocks, MaybeTensor nan, MaybeTensor am
 void dequantize(TensorView codes, TensorView scales, MaybeTensor tensor_scale, TensorView out, int64_t element,
                 int64_t block_rows, int64_t block_columns, int64_t rule, int64_t row, int64_t column) {
   const OnDevice on(out, "out");
-  const Format f = checked_format(element, block_rows, block_columns, rule, true);
+  const Format f = checked_format(element, block_rows, block_columns, rule, Scales::kThere, true);
   const Matrices m = matrices_of(out, "out");
   check(out.IsContiguous(), "out must be contiguous; it is ", describe(out));
   const Window w = window_of(f, m.rows, m.columns, row, column, 0, 0);

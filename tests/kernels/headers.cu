@@ -14,8 +14,8 @@ template <class E, ScaleRule R, class T>
 __device__ void one_element(const typename T::Raw* x, int32_t amax, uint64_t index, int32_t* codes, typename T::Raw* values) {
   BlockScale<float> scale;
   if constexpr (R == ScaleRule::kE4m3) {
-    const float multiplier = tensor_multiplier<E>(amax);
-    scale = e4m3_scale<E, float>(amax, multiplier, divide(1.0f, multiplier));
+    const float multiplier = tensor_multiplier<E>(amax, ScaleRule::kE4m3Guarded);
+    scale = e4m3_scale<E, float>(amax, multiplier, divide(1.0f, multiplier), R);
   } else if constexpr (kE8m0Scale<R>) {
     scale = e8m0_scale<E, R, float>(amax);
   } else {

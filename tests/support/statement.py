@@ -160,10 +160,11 @@ def quantize(x: np.ndarray, name: str, *, u: np.ndarray | None = None, eps: floa
     grid = (1,) * x.ndim if block is None else (*x.shape[:-2], -(-x.shape[-2] // block[0]), -(-x.shape[-1] // block[1]))
     scales = np.ones(grid, np.float32 if rule in ("fp32", "pow2") else np.uint8)
     tensor_scale = None
-    if rule == "nvfp4" or rule.startswith("4over6"):
+    if rule in ("nvfp4", "guarded") or rule.startswith("4over6"):
         amax = tensor_amax = largest_magnitude(x)
-        bound = 448 if rule == "nvfp4" or "448" in rule else 256
-        global_multiplier = 1.0 if amax == 0 or np.isinf(amax) else float(min(div32(bound * 6.0, amax), FP32_MAX))
+        bound = 256 if rule in ("4over6", "4over6_mse") else 448
+        mapped_to = 96 / 17 if rule == "guarded" else 6.0
+        global_multiplier = 1.0 if amax == 0 or np.isinf(amax) else float(min(div32(bound * mapped_to, amax), FP32_MAX))
         tensor_scale = np.float32(div32(1.0, global_multiplier))
     amax, nan = np.zeros(grid), np.zeros(grid, bool)
     for index, where in blocks_of(x.shape, block):
@@ -174,8 +175,8 @@ def quantize(x: np.ndarray, name: str, *, u: np.ndarray | None = None, eps: floa
         if rule == "pow2":
             multiplier = 2.0 ** (np.frexp(multiplier)[1] - 1)
         scales[...] = div32(1.0, multiplier)
-    elif rule == "nvfp4":
-        level = mul32(amax, mul32(global_multiplier, fp32(1 / 6)))
+    elif rule in ("nvfp4", "guarded"):
+        level = mul32(amax, mul32(global_multiplier, fp32(1 / mapped_to)))
         scales[...] = to_element(np.minimum(level, FP32_MAX), "e4m3")
         decode_scale = mul32(decode(scales, "e4m3"), tensor_scale)
         multiplier = np.minimum(div32(1.0, decode_scale), FP32_MAX)

@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(kEdenThreads, 2)
   draw_signs(a.key, a.window.row + place.row / kEdenGroup * kEdenGroup, signs);
   // In warps of their own, so that they go on beside the signs.
   if (threadIdx.x == 32) {
-    const float multiplier = tensor_multiplier<E2M1>(__ldg(a.amax), 256.0f);
+    const float multiplier = tensor_multiplier<E2M1>(__ldg(a.amax), ScaleRule::kFourOverSix);
     tensor = {multiplier, multiply(multiplier, element_max_reciprocal<E2M1>()), divide(1.0f, multiplier)};
     const bool overflows = a.overflow != nullptr && __ldg(a.overflow) >= kInfinity;
     if (blockIdx.x == 0) *a.tensor_scale = overflows ? from_bits<float>(kNan) : tensor.decode;

@@ -30,8 +30,8 @@ __device__ BlockScale<float> known_scale(const EncodeArguments& a, int64_t block
       case R::kE8m0Floor:
         return e8m0_scale<E, R::kE8m0Floor, float>(amax);
       default: {
-        const float multiplier = tensor_multiplier<E>(*a.amax);
-        return e4m3_scale<E, float>(amax, multiplier, divide(1.0f, multiplier));
+        const float multiplier = tensor_multiplier<E>(*a.amax, rule);
+        return e4m3_scale<E, float>(amax, multiplier, divide(1.0f, multiplier), rule);
       }
     }
   }
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kEncodeThreads) encode_scales(const __grid_con
   const bool two_levels = a.format.two_levels();
   KeptTensorScale kept{};
   if (a.keeps && two_levels) kept = kept_tensor_scale<E>(to_bits(*a.kept_tensor_scale), *a.amax);
-  if (block == 0 && two_levels) *a.tensor_scale = a.keeps ? from_bits<float>(kept.after) : divide(1.0f, tensor_multiplier<E>(*a.amax));
+  if (block == 0 && two_levels) *a.tensor_scale = a.keeps ? from_bits<float>(kept.after) : divide(1.0f, tensor_multiplier<E>(*a.amax, a.format.rule));
   if (block >= blocks) return;
   int32_t stored = a.keeps ? kept_scale<E>(a, block, kept) : known_scale<E>(a, block).stored;
   if (a.format.scale_bits() == 32) {
