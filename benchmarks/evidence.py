@@ -4,10 +4,16 @@
     python benchmarks/evidence.py operands runs/bf16-0 --recipes nvfp4 mxfp4 mxfp4_floor --results 1m.json
     python benchmarks/evidence.py show 1m.json --page docs/evidence.md
 
-`run` makes the runs of a list one after the other, each RECIPE:SEED,SEED in a folder RECIPE-SEED, until the time is up; called
-again it goes on with the one that was cut off, and leaves out what the results have already, also on another machine. What
-follows a "--" are options of pretrain.py. `operands` quantizes the operands of one step of a trained model in several recipes.
-`show` prints the tables, and puts them into a page between "<!-- evidence NAME -->" and "<!-- end -->".
+`run` makes the runs of a list, each RECIPE:SEED,SEED in a folder RECIPE-SEED, one after the other or `--parallel` so many at
+a time, until the time is up; called again it goes on with those that were cut off, and leaves out what the results have
+already, also on another machine. RECIPE is a name that pretrain.py takes, such as mxfp8+master_none. A finished run also lies
+in its folder as result.json. What follows a "--" are options of pretrain.py. `operands` quantizes the operands of one step of a
+trained model in several recipes. `show` prints the tables, and puts them into a page between "<!-- evidence NAME -->" and
+"<!-- end -->".
+
+Differences of losses are paired: runs of one seed begin with the same weights and see the same batches, and all are judged on
+the same held-out rows, whose losses the results keep. An interval of 95% is Student's, of the variance between seeds and of
+that over rows. A recipe with one seed takes the variance between seeds from those that have several.
 """
 
 from __future__ import annotations
@@ -20,8 +26,11 @@ import shutil
 import statistics
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 import pretrain_metrics
@@ -32,6 +41,7 @@ SAME = ("size", "parameters", "tokens", "steps", "batch", "text")
 """Settings that the runs of one file of results have in common."""
 PUBLISHED = (
     ("nvfp4_4over6", "nvfp4", "4-over-6 better than plain NVFP4"),
+    ("nvfp4_4over6+squared", "nvfp4", "4-over-6 by squared errors better than plain NVFP4"),
     ("mxfp8", "mxfp8_floor", "rule ceil better than floor, MXFP8"),
     ("mxfp4", "mxfp4_floor", "rule ceil better than floor, MXFP4"),
 )
@@ -62,6 +72,7 @@ def finished(folder: Path) -> dict | None:
         "recipe": about["recipe"],
         "seed": about["seed"],
         "held_out_loss": lines[-1]["held_out_loss"],
+        "held_out_rows": [round(loss, 4) for loss in lines[-1].get("held_out_rows", ())],
         "tokens_per_second": round(statistics.median(rates)) if rates else None,
         "mfu": round(statistics.median(mfu), 4) if mfu else None,
         "loss": [[line["tokens"], _rounded(line["loss"])] for line in lines],
@@ -119,32 +130,50 @@ def make_runs(options: argparse.Namespace) -> None:
     for recipe, _ in listed(options.runs):
         pretrain_model.recipe_of(recipe)
     end = time.monotonic() + 60 * options.minutes
-    results = read_results(options.results)
-    for recipe, seed in listed(options.runs):
-        if any((run["recipe"], run["seed"]) == (recipe, seed) for run in results["runs"]):
-            continue
+    results, writing, time_is_up = read_results(options.results), threading.Lock(), threading.Event()
+    there = {(run["recipe"], run["seed"]) for run in results["runs"]}
+
+    def make(recipe: str, seed: int) -> None:
         folder = options.folder / f"{recipe}-{seed}"
+        if time_is_up.is_set():
+            return
         if finished(folder) is None:
             left = (end - time.monotonic()) / 60
             if left < LEAST_MINUTES:
-                print(f"time is up; the next is {recipe}:{seed}")
+                time_is_up.set()
+                print(f"time is up; the next is {recipe}:{seed}", flush=True)
                 return
-            start = [sys.executable]
-            if options.processes > 1:
-                start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.processes}"]
-            fixed = ["--recipe", recipe, "--seed", str(seed), "--size", options.size, "--tokens", str(options.tokens)]
-            more = ["--text", str(options.folder / "text"), "--minutes", f"{left:.3f}", *options.pretrain]
             print(f"{recipe}:{seed}", flush=True)
-            subprocess.run([*start, str(EXAMPLES / "pretrain.py"), str(folder), *fixed, *more], check=True)
+            subprocess.run(command_of(options, recipe, seed, folder, left), check=True)
         run = finished(folder)
         if run is None:
-            print(f"time is up in {recipe}:{seed}")
+            time_is_up.set()
+            print(f"time is up in {recipe}:{seed}", flush=True)
             return
-        add(results, run)
-        write_results(options.results, results)
+        (folder / "result.json").write_text(json.dumps(run))
+        with writing:
+            add(results, run)
+            write_results(options.results, results)
         if not options.keep_checkpoints:
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    print("all runs are finished")
+
+    with ThreadPoolExecutor(options.parallel) as pool:
+        begun = [pool.submit(make, *run) for run in listed(options.runs) if run not in there]
+        failed = [error for each in begun if (error := each.exception()) is not None]
+    if failed:
+        raise failed[0]
+    if not time_is_up.is_set():
+        print("all runs are finished")
+
+
+def command_of(options: argparse.Namespace, recipe: str, seed: int, folder: Path, minutes: float) -> list[str]:
+    """The command of one run."""
+    start = [sys.executable]
+    if options.processes > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.processes}"]
+    fixed = ["--recipe", recipe, "--seed", str(seed), "--size", options.size, "--tokens", str(options.tokens)]
+    more = ["--text", str(options.folder / "text"), "--minutes", f"{minutes:.3f}", *options.pretrain]
+    return [*start, str(EXAMPLES / "pretrain.py"), str(folder), *fixed, *more]
 
 
 def measure_operands(options: argparse.Namespace) -> None:
@@ -178,9 +207,9 @@ def measure_operands(options: argparse.Namespace) -> None:
 
 
 def by_recipe(results: dict) -> dict[str, dict[int, dict]]:
-    """The runs of each recipe by their seeds."""
+    """The runs of each recipe by their seeds; bf16 comes first."""
     found: dict[str, dict[int, dict]] = {}
-    for run in results["runs"]:
+    for run in sorted(results["runs"], key=lambda run: run["recipe"] != BASELINE):
         found.setdefault(run["recipe"], {})[run["seed"]] = run
     return found
 
@@ -188,6 +217,58 @@ def by_recipe(results: dict) -> dict[str, dict[int, dict]]:
 def differences(runs: dict[int, dict], others: dict[int, dict]) -> list[float]:
     """Held-out losses of runs less those of others, for every seed that both have."""
     return [runs[seed]["held_out_loss"] - others[seed]["held_out_loss"] for seed in sorted(runs) if seed in others]
+
+
+STUDENT = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
+    *(2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+"""Student's t for 95%, two-sided, of 1 to 30 degrees of freedom; beyond it is 1.96."""
+
+
+class Interval(NamedTuple):
+    """A mean difference of losses, and half the width of its interval of 95%."""
+
+    mean: float
+    half: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.4f} ± {self.half:.4f}"
+
+    @property
+    def decided(self) -> bool:
+        """Whether it leaves out zero."""
+        return abs(self.mean) > self.half
+
+
+def interval(results: dict, recipe: str, other: str) -> Interval | None:
+    """The difference of two recipes' held-out losses, paired by seed and by row; None where nothing tells the variance."""
+    found = by_recipe(results)
+    change = differences(found.get(recipe, {}), found.get(other, {}))
+    if not change:
+        return None
+    if len(change) > 1:
+        freedom, between = len(change) - 1, statistics.variance(change)
+    else:
+        # That of others, each beside bf16.
+        several = [differences(runs, found.get(BASELINE, {})) for name, runs in found.items() if name != BASELINE]
+        several = [each for each in several if len(each) > 1]
+        freedom = sum(len(each) - 1 for each in several)
+        if not freedom:
+            return None
+        between = sum(statistics.variance(each) * (len(each) - 1) for each in several) / freedom
+    t = STUDENT[freedom - 1] if freedom <= len(STUDENT) else 1.96
+    variance = between / len(change) + over_rows(found[recipe], found[other])
+    return Interval(statistics.mean(change), t * variance**0.5)
+
+
+def over_rows(runs: dict[int, dict], others: dict[int, dict]) -> float:
+    """The variance of the mean difference over held-out rows, as if they were drawn anew; 0 where they weren't kept."""
+    pairs = [(runs[seed].get("held_out_rows"), others[seed].get("held_out_rows")) for seed in runs if seed in others]
+    if not all(a and b for a, b in pairs):
+        return 0.0
+    rows = [statistics.mean(a - b for a, b in row) for row in zip(*(zip(*pair, strict=True) for pair in pairs), strict=True)]
+    return statistics.variance(rows) / len(rows)
 
 
 def spread(runs: dict[int, dict]) -> float | None:
@@ -200,12 +281,15 @@ def table_of_losses(results: dict) -> str:
     """Each recipe's held-out loss, what it is above bf16's of the same seeds, and its speed."""
     found = by_recipe(results)
     rows = [
-        "| recipe | seeds | held-out loss | between seeds | above bf16 of the same seed | tokens/s | MFU |",
-        "|---|---|---|---|---|---|---|",
+        "| recipe | seeds | held-out loss | between seeds | above bf16 of the same seed | beside bf16 | tokens/s | MFU |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for recipe, runs in found.items():
         losses = [run["held_out_loss"] for run in runs.values()]
-        above = differences(runs, found.get(BASELINE, {})) if recipe != BASELINE else []
+        above, beside = interval(results, recipe, BASELINE), ""
+        alone = differences(runs, found.get(BASELINE, {}))
+        if recipe != BASELINE and alone:
+            beside = "not decided" if above is None or not above.decided else "above" if above.mean > 0 else "below"
         rates = [run["tokens_per_second"] for run in runs.values() if run["tokens_per_second"]]
         mfu = [run["mfu"] for run in runs.values() if run["mfu"]]
         cells = [
@@ -213,7 +297,8 @@ def table_of_losses(results: dict) -> str:
             str(len(losses)),
             f"{statistics.mean(losses):.4f}",
             f"± {spread(runs):.4f}" if len(losses) > 1 else "",
-            ", ".join(f"{each:+.4f}" for each in above),
+            "" if recipe == BASELINE else ", ".join(f"{each:+.4f}" for each in alone) if above is None else str(above),
+            beside,
             f"{statistics.median(rates):,.0f}" if rates else "",
             f"{statistics.median(mfu):.1%}" if mfu else "",
         ]
@@ -250,20 +335,28 @@ def table_of_order(results: dict) -> str:
         }
         ends = dict.fromkeys((max(changes, key=changes.__getitem__), min(changes, key=changes.__getitem__))) if changes else ()
         most = ", ".join(f"{operand} {changes[operand]:+.2f}" for operand in ends) or "not measured"
-        cells = [words, ", ".join(f"{each:+.4f}" for each in change) or "not run", verdict(change, noise), most]
+        judged = judge(interval(results, better, worse)) or verdict(change, noise)
+        cells = [words, ", ".join(f"{each:+.4f}" for each in change) or "not run", judged, most]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
+def judge(found: Interval | None) -> str | None:
+    """Judges by an interval, if there is one."""
+    if found is None:
+        return None
+    return f"{'not decided' if not found.decided else 'confirmed' if found.mean < 0 else 'contradicted'}: {found}"
+
+
 def verdict(change: list[float], noise: float | None) -> str:
-    """Judges differences of losses by the spread between seeds of bf16: twice that is taken for a difference."""
+    """Judges differences that have no interval by the spread between seeds of bf16: twice that is taken for a difference."""
     if not change or noise is None:
-        return "open"
+        return "not decided"
     mean = statistics.mean(change)
     # A mean of differences of two runs each.
     limit = 2 * noise * (2 / len(change)) ** 0.5
     if abs(mean) <= limit:
-        return f"open: {mean:+.4f} is within ± {limit:.4f}"
+        return f"not decided: {mean:+.4f} is within ± {limit:.4f}"
     return f"{'confirmed' if mean < 0 else 'contradicted'}: {mean:+.4f} is outside ± {limit:.4f}"
 
 
@@ -297,7 +390,8 @@ def main() -> None:
     run.add_argument("--tokens", type=int, default=100_000_000, help="of each run")
     run.add_argument("--results", type=Path, required=True, help="finished runs are added to it; its own are not made again")
     run.add_argument("--minutes", type=float, default=float("inf"), help="time for all of it; the run at hand is saved then")
-    run.add_argument("--processes", type=int, default=1, help="more are started by torchrun")
+    run.add_argument("--processes", type=int, default=1, help="of each run; more are started by torchrun")
+    run.add_argument("--parallel", type=int, default=1, help="runs at a time, which share the GPU")
     run.add_argument("--keep-checkpoints", action="store_true", help="of finished runs too")
     run.set_defaults(command=make_runs)
     operands = commands.add_parser("operands", help="measure operands of a trained model")

@@ -89,11 +89,13 @@ class ScaleFormat:
 
     Attributes:
         name: "fp32", "pow2" (fp32 whose mantissa is zero), "e8m0_ceil", "e8m0_floor", or "e4m3" (with one fp32 scale per
-            tensor above it), "e4m3_4over6" where each block takes the better of two scales; "_448" and "_mse" behind it say
-            which bound and which error.
+            tensor above it), "e4m3_guarded" where nothing saturates, "e4m3_4over6" where each block takes the better of two
+            scales; "_448" and "_mse" behind it say which bound and which error.
         dtype: name of the stored dtype, "float32" or "uint8".
         nan_code: the stored byte that means NaN, or None where scales are fp32.
         bound: E4M3 scales of two levels: the scale of a block with the tensor's amax.
+        guard: the share of the element's MAX that a block's amax is mapped to. Rounded to nearest, an E4M3 scale is 16/17 of
+            what it was at the least.
         four_over_six: True where the elements of a block decide its scale: of those that map its amax to 6 and to 4 it takes
             the one with the smaller error.
         squared_errors: 4-over-6: the error is the sum of squares, not of magnitudes.
@@ -103,6 +105,7 @@ class ScaleFormat:
     dtype: Literal["float32", "uint8"]
     nan_code: int | None
     bound: float | None = None
+    guard: float = 1.0
     four_over_six: bool = False
     squared_errors: bool = False
 
@@ -137,6 +140,7 @@ POW2_SCALE = ScaleFormat("pow2", "float32", None)
 E8M0_CEIL = ScaleFormat("e8m0_ceil", "uint8", 0xFF)
 E8M0_FLOOR = ScaleFormat("e8m0_floor", "uint8", 0xFF)
 E4M3_SCALE = ScaleFormat("e4m3", "uint8", 0x7F, bound=448.0)
+E4M3_GUARDED = ScaleFormat("e4m3_guarded", "uint8", 0x7F, bound=448.0, guard=16 / 17)
 # A bound of 256 leaves room for a scale of 4 that is 1.5 times as large; one of 448 gives the scales of plain NVFP4.
 E4M3_FOUR_OVER_SIX = tuple(
     ScaleFormat(f"e4m3_4over6{bounded}{error}", "uint8", 0x7F, bound, four_over_six=True, squared_errors=error == "_mse")
@@ -282,6 +286,7 @@ def _name_formats() -> None:
         name = scale.name.replace("e4m3", "nvfp4")
         Format(name, E2M1, (1, 16), scale)
         Format(f"{name}_16x16", E2M1, (16, 16), scale)
+    Format("nvfp4_guarded", E2M1, (1, 16), E4M3_GUARDED)
 
 
 _name_formats()

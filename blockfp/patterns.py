@@ -107,8 +107,8 @@ def select(filter_fn: Callable[..., Any] | None, named: Sequence[tuple[str, Any]
 
     Raises:
         TypeError: it is no function; or its parameters' names don't say which is the path, it takes every layer as (path,
-            layer), and tells them apart as (layer, path). One that is written for layer and path then compares a layer with paths, which
-            is never equal, and says nothing.
+            layer), and tells them apart as (layer, path): one that is written for layer and path then compares a layer with
+            paths, which is never equal.
     """
     if filter_fn is None:
         return [True] * len(named)

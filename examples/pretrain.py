@@ -67,9 +67,10 @@ class Training:
         self.order = pretrain_text.Order(self.text.training, length, options.seed)
         self.held_out = pretrain_text.Order(self.text.held_out, length, 0)
         recipe = pretrain_model.recipe_of(options.recipe)
-        how = {"shard": self.sharded, "compiled": options.compile}
+        how = {"shard": self.sharded, "compiled": options.compile} | pretrain_model.arguments_of(options.recipe, "build")
         self.model = pretrain_model.build(self.size, recipe, options.seed, self.device, **how)
-        self.optimizer = pretrain_model.optimizer_of(self.model, self.size.rate)
+        more = pretrain_model.arguments_of(options.recipe, "optimizer")
+        self.optimizer = pretrain_model.optimizer_of(self.model, self.size.rate, **more)
         self.step = self.position = 0
         self.checkpoints = options.folder / "checkpoints"
         about = self._about()
@@ -154,14 +155,18 @@ class Training:
         return loss, norm, sqnr | pretrain_metrics.sqnr_of_weights(self.model, self.optimizer, self.sharded)
 
     @torch.no_grad()
-    def held_out_loss(self) -> float:
-        """Mean loss of the held-out rows, the same ones each time and on every mesh."""
+    def held_out_losses(self) -> list[float]:
+        """The loss of each held-out row, the same ones each time and on every mesh."""
         firsts = range(0, self.options.evaluate_rows, self.batch)
-        total = sum(pretrain_model.loss_of(self.model, self.rows(self.held_out, first)) for first in firsts)
-        if self.sharded:
-            # FSDP2 would keep the root's own weights whole.
-            self.model.reshard()
-        return self.mean(total / len(firsts))[0]
+        own = torch.cat([pretrain_model.losses_of_rows(self.model, self.rows(self.held_out, first)) for first in firsts])
+        if not self.sharded:
+            return own.double().tolist()
+        # FSDP2 would keep the root's own weights whole.
+        self.model.reshard()
+        found = [torch.empty_like(own) for _ in range(self.ranks)]
+        dist.all_gather(found, own)
+        # A rank has every so many'th row.
+        return torch.stack(found, 1).flatten().double().tolist()
 
     def mean(self, *values: torch.Tensor) -> list[float]:
         """Means over ranks."""
@@ -199,7 +204,10 @@ class Training:
             line["mfu"] = self._mfu(line["tokens_per_second"])
             line["sqnr"] = sqnr
             if self._is_due(options.evaluate_every):
-                line["held_out_loss"] = self.held_out_loss()
+                rows = self.held_out_losses()
+                line["held_out_loss"] = sum(rows) / len(rows)
+                if self.step == self.steps:
+                    line["held_out_rows"] = [round(row, 5) for row in rows]
             self._keep(line)
             stopping = stop > 0
             if self._is_due(options.save_every) or stopping:
@@ -246,7 +254,11 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of a command line, by default this program's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="of the run; what it holds is continued")
-    parser.add_argument("--recipe", default="bf16", help="bf16, a recipe of blockfp, or mxfp8_floor, mxfp6_floor, mxfp4_floor")
+    parser.add_argument(
+        "--recipe",
+        default="bf16",
+        help="bf16, torchao, a recipe, or mxfp8_floor, mxfp6_floor, mxfp4_floor; +OPTION: pretrain_model.OPTIONS",
+    )
     parser.add_argument("--size", choices=pretrain_model.SIZES, default="124m")
     parser.add_argument("--tokens", type=int, default=100_000_000, help="of the whole run; a byte is a token")
     parser.add_argument("--batch", type=int, help="pieces of text in a step, over all ranks; by default the size's own")

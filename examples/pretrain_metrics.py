@@ -64,7 +64,7 @@ def sqnr_of_operands(records: Iterable[bfp.Observed]) -> dict[str, dict[str, flo
 
 @torch.no_grad()
 def sqnr_of_weights(model: nn.Module, optimizer: bfp.AdamW, reduce: bool) -> dict[str, dict[str, float]]:
-    """As `sqnr_of_operands` of the quantized weights beside their masters, each as a whole; empty where none is quantized.
+    """As `sqnr_of_operands` of the quantized weights beside their masters, each as a whole; empty where none has one.
 
     Args:
         model, optimizer: after a step.
@@ -73,7 +73,7 @@ def sqnr_of_weights(model: nn.Module, optimizer: bfp.AdamW, reduce: bool) -> dic
     sums: list[Tensor] = []
     for p in model.parameters():
         local = p.to_local() if isinstance(p, torch.distributed.tensor.DTensor) else p
-        if isinstance(local, bfp.QuantizedTensor):
+        if isinstance(local, bfp.QuantizedTensor) and "master" in optimizer.state[p]:
             master = optimizer.state[p]["master"].double()
             error = master - local.dequantize(torch.float32).double()
             sums.append(torch.stack([master.square().sum(), error.square().sum()]))

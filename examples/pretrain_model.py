@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import byte_text
 import torch
@@ -107,14 +108,47 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
 
-def recipe_of(name: str) -> recipes.Recipe | None:
-    """The recipe of this name; None for bf16. "mxfp4_floor" is mxfp4 with OCP's rule for scales; the other MX ones likewise.
+OPTIONS = {
+    "guarded": ("recipe", {"guarded": True}),
+    "squared": ("recipe", {"squared_errors": True}),
+    "ends": ("build", {"ends": True}),
+    "master_none": ("optimizer", {"master": None}),
+    "moments_fp8": ("optimizer", {"moments": "fp8"}),
+    "moments_bfloat16": ("optimizer", {"moments": "bfloat16"}),
+}
+"""What may follow a recipe's name behind a "+": whose arguments it stands for, and which. "ends": the first and the last block
+stay in bfloat16."""
+
+
+def arguments_of(name: str, whose: str) -> dict[str, Any]:
+    """The arguments of "recipe", "build" or "optimizer" that a run's name, RECIPE or RECIPE+OPTION+.., stands for.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such option.
     """
-    if name == "bf16":
+    recipe, *options = name.split("+")
+    found: dict[str, Any] = {"torchao": True} if (recipe, whose) == ("torchao", "build") else {}
+    for option in options:
+        if option not in OPTIONS:
+            raise ValueError(f"run {name!r}: option {option!r} is not known; choose of {', '.join(OPTIONS)}")
+        if OPTIONS[option][0] == whose:
+            found |= OPTIONS[option][1]
+    return found
+
+
+def recipe_of(name: str) -> recipes.Recipe | None:
+    """The recipe of a run's name; None for bf16 and torchao. "mxfp4_floor" is mxfp4 with OCP's rule for scales; the other MX
+    ones likewise.
+
+    Raises:
+        ValueError: there is none, or no such option.
+        TypeError: the recipe doesn't have the option.
+    """
+    options, name = arguments_of(name, "recipe"), name.partition("+")[0]
+    if name in ("bf16", "torchao"):
         return None
+    if options:
+        return recipes.RECIPES[recipes.parse(name).name](**options)
     if not name.endswith("_floor"):
         return recipes.parse(name)
     recipe = recipes.parse(name.removesuffix("_floor"))
@@ -128,11 +162,23 @@ def recipe_of(name: str) -> recipes.Recipe | None:
 
 
 def build(
-    size: Size, recipe: recipes.Recipe | None, seed: int, device: torch.device, *, shard: bool, compiled: bool
+    size: Size,
+    recipe: recipes.Recipe | None,
+    seed: int,
+    device: torch.device,
+    *,
+    shard: bool,
+    compiled: bool,
+    ends: bool = False,
+    torchao: bool = False,
 ) -> nn.Module:
     """The model with its first weights, which depend on the seed alone, quantized and sharded.
 
     Parameters are in bfloat16, quantized or not; the optimizer keeps all masters in float32.
+
+    Args:
+        ends: leave the first and the last block as they are.
+        torchao: have torchao's `convert_to_float8_training` convert the blocks, with its own defaults, instead of blockfp.
     """
     generator = torch.Generator().manual_seed(seed)
     model = Transformer(size)
@@ -141,8 +187,15 @@ def build(
             outward = (2 * size.layers) ** -0.5 if name.endswith(("out.weight", "down.weight")) else 1.0
             nn.init.normal_(p, std=outward * (0.02 if name == "embedding.weight" else size.width**-0.5), generator=generator)
     model.to(torch.bfloat16)
+    if torchao:
+        from torchao.float8 import convert_to_float8_training
+
+        convert_to_float8_training(model.blocks)
     if recipe is not None:
-        bfp.convert(model.blocks, recipe)
+        if ends:
+            bfp.convert(model, {"^head$": None, **recipes.ends_in_high_precision(recipe, "blocks", size.layers)})
+        else:
+            bfp.convert(model.blocks, recipe)
         for name, buffer in model.named_buffers():
             if name.endswith("rng_key"):
                 # Alike on every rank.
@@ -162,19 +215,25 @@ def build(
     return model
 
 
-def optimizer_of(model: nn.Module, rate: float) -> bfp.AdamW:
-    """AdamW, which lets norms alone when it decays weights."""
+def optimizer_of(model: nn.Module, rate: float, **options: Any) -> bfp.AdamW:
+    """AdamW, which lets norms alone when it decays weights; `options` are others of its own."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim == 2]},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return bfp.AdamW(groups, lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
+    return bfp.AdamW(groups, lr=rate, betas=(0.9, 0.95), weight_decay=0.1, **options)
 
 
 def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
     """Mean cross-entropy in nats a byte; rows: int64 [batch, context + 1]."""
     return F.cross_entropy(model(rows[:, :-1]).float().flatten(0, 1), rows[:, 1:].flatten())
+
+
+def losses_of_rows(model: nn.Module, rows: Tensor) -> Tensor:
+    """The same of each row: float32 [batch]."""
+    logits = model(rows[:, :-1]).float().flatten(0, 1)
+    return F.cross_entropy(logits, rows[:, 1:].flatten(), reduction="none").view(len(rows), -1).mean(1)
 
 
 def operations(size: Size) -> float:

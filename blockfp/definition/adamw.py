@@ -6,10 +6,11 @@ products and sums, and may differ in the last place.)
 
 Moments may be kept in bfloat16, or in FP8 in blocks of 1x128 along the last axis (`MOMENT_FORMAT`). Rounding to nearest would
 not do there: a second moment changes by 0.1% a step, which is lost below a spacing of 0.4 to 12%, so that it could rise
-and never fall. Moments in fewer bits are rounded stochastically instead. FP8 keeps the square root of the second moment,
-which takes half the exponent range: a block reaches from its largest second moment down to 2^-34 of it, and what is smaller
-but not zero counts as that much, for an update is divided by it. Scales are powers of two: a value that was stored once is
-stored again unchanged, whatever its neighbours have become, so a state saved as fp32 values goes on bit for bit. Blocks
+and never fall. Moments in fewer bits are rounded stochastically instead, with two random bytes an element: one would lose what
+is below 1/512 of a spacing, as a step of a second moment is where beta2 is 0.9999. FP8 keeps the square root of the second
+moment, which takes half the exponent range: a block reaches from its largest second moment down to 2^-34 of it, and what is
+smaller but not zero counts as that much, for an update is divided by it. Scales are powers of two: a value that was stored once
+is stored again unchanged, whatever its neighbours have become, so a state saved as fp32 values goes on bit for bit. Blocks
 are counted from the parameter's first column and rows share none, so sharding rows changes nothing.
 """
 
@@ -25,7 +26,7 @@ from ..formats import Format
 from . import bits, numerics
 from .bits import Array
 from .numerics import Origin
-from .rounding import Key, fold_in
+from .rounding import WIDE, Key, fold_in
 
 Moments = Literal["float32", "bfloat16", "fp8"]
 """The storage of moments."""
@@ -171,7 +172,8 @@ def store_fp8(
     """
     xp = array_namespace(moment)
     x = _square_root(moment) if second else moment
-    codes, scales, _ = numerics.quantize(x, MOMENT_FORMAT, key=key, nominal="float32", origin=origin, shape=shape)
+    place = {"origin": origin, "shape": shape}
+    codes, scales, _ = numerics.quantize(x, MOMENT_FORMAT, key=key, nominal="float32", width=WIDE, **place)
     if second:
         codes = xp.where((codes == 0) & (x > 0), xp.ones_like(codes), codes)
     return codes, scales
@@ -184,18 +186,18 @@ def load_fp8(codes: Array, scales: Array, *, second: bool, origin: Origin = (0, 
 
 
 def round_to_bfloat16(x: Array, key: Key, *, origin: Origin = (0, 0), shape: tuple[int, int] | None = None) -> Array:
-    """Rounds x stochastically to bfloat16: floor(|x| / ulp + (2 u + 1) / 512) ulp, at most the largest finite value.
+    """Rounds x stochastically to bfloat16: floor(|x| / ulp + (2 u + 1) / 2^17) ulp, at most the largest finite value.
 
     Args:
         x: float32 [..., rows, columns].
-        key: of `rounding_key`; u is the random byte of the element's global index, as in `quantize`.
+        key: of `rounding_key`; u are the two random bytes of the element's global index (`rounding.random_bytes`).
         origin, shape: where x lies in the unsharded matrix, as for `quantize`.
     """
     xp = array_namespace(x)
     pattern = bits.from_float(x)
     magnitude = pattern & bits.MAGNITUDE
-    random = numerics.element_bytes(pattern, key, origin, shape)
-    # bfloat16 cuts fp32's pattern: a carry out of the bits that are dropped is the step up.
-    rounded = bits.at_most((magnitude + (2 * random + 1) * 128) >> 16, 0x7F7F) << 16
+    random = numerics.element_bytes(pattern, key, origin, shape, width=WIDE)
+    # bfloat16 cuts 16 bits off fp32's pattern: a carry out of them is the step up. (The half of u + 1/2 never decides.)
+    rounded = bits.at_most((magnitude + random) >> 16, 0x7F7F) << 16
     rounded = xp.where(magnitude >= bits.INFINITY, magnitude, rounded)
     return bits.to_float(rounded | (pattern & bits.SIGN), "bfloat16")

@@ -259,16 +259,23 @@ def round_nearest(significand: Array, exponent: Array, mantissa_bits: int, emin:
     return quotient + xp.astype(up, xp.int32) + (at_least(exponent - emin, 0) << mantissa_bits)
 
 
-def round_stochastic(significand: Array, exponent: Array, mantissa_bits: int, emin: int, random_byte: Array) -> Array:
-    """Rounds like `round_nearest` with point 23, but to floor(|y| / ulp + (2 u + 1) / 512) ulp for the random byte u, exactly.
+def round_stochastic(
+    significand: Array, exponent: Array, mantissa_bits: int, emin: int, random: Array, random_bits: int = 8
+) -> Array:
+    """Rounds like `round_nearest` with point 23, but to floor(|y| / ulp + (2 u + 1) / 2^(random_bits + 1)) ulp, exactly.
 
-    The fraction f of |y| / ulp reaches the next integer where 512 f >= 511 - 2 u, an integer comparison.
+    The fraction f of |y| / ulp reaches the next integer where n f >= n - 1 - 2 u with n = 2^(random_bits + 1): an integer
+    comparison.
+
+    Args:
+        random: u, int32 of so many random bits: 8, or 16 (not more than the significand has behind the mantissa).
     """
     xp = array_namespace(exponent)
     quotient, dropped, _ = _cut(xp, significand, exponent, mantissa_bits, emin, 23)
-    # A fraction below 1/512 never rounds up; beyond a shift of 33 every fraction is.
-    shift = at_most(at_least(emin - exponent, 0) + (23 - mantissa_bits), 33)
-    up = (dropped >> (shift - 9)) >= 511 - 2 * random_byte
+    # A fraction below 2^-places never rounds up; beyond a shift of 24 + places every fraction is.
+    places = random_bits + 1
+    shift = at_most(at_least(emin - exponent, 0) + (23 - mantissa_bits), 24 + places)
+    up = (dropped >> (shift - places)) >= (1 << places) - 1 - 2 * random
     return quotient + xp.astype(up, xp.int32) + (at_least(exponent - emin, 0) << mantissa_bits)
 
 

@@ -7,6 +7,8 @@ against this module. It works in three steps, which callers that share blocks ac
     quantize(.., amax)  scales from amaxes, then codes
     encode(x, scales)   codes for scales that are already there
 
+`requantize` is for weights that have no master: their scales go on from those that they had (`kept_scales`).
+
 Rowwise is along the last axis. Columnwise is `quantize` of the transposed array: there is no second path.
 """
 
@@ -17,12 +19,12 @@ from typing import NamedTuple
 from array_api_compat import array_namespace
 
 from ..formats import E4M3, ElementFormat, Format
-from . import bits, four_over_six, layout, scaling
+from . import bits, four_over_six, kept_scales, layout, scaling
 from .bits import Array
 from .checks import check_codes, check_input, check_limits, check_output_dtype, check_scales, check_square
 from .decoding import scaled
 from .layout import Materialize, as_stored
-from .rounding import Key, random_bytes, round_to_element
+from .rounding import NARROW, WIDE, Key, random_bytes, round_to_element
 
 Origin = tuple[int, int]
 
@@ -126,6 +128,7 @@ def quantize(
     amax: Amax | None = None,
     multiplier: Array | None = None,
     materialize: Materialize = as_stored,
+    width: int = NARROW,
 ) -> Quantized:
     """Quantizes x in blocks of its last two axes.
 
@@ -142,6 +145,7 @@ def quantize(
         multiplier: float32 with one element, positive and finite: what delayed scaling multiplies x with, in a format with one
             scale per tensor, whatever the amax. The stored scale is its reciprocal.
         materialize: how a compiler is told what to work out only once; see `layout.Materialize`.
+        width: random bytes that an element is rounded with where there is a key (`rounding.NARROW` or `WIDE`).
 
     Raises:
         TypeError: x's dtype is not supported.
@@ -156,21 +160,23 @@ def quantize(
     phase = _phase(format, origin)
     if multiplier is not None:
         given = _delayed(multiplier, format, amax).reshape((1,) * x.ndim)
-        codes = _codes(pattern, format, given, key, origin, shape, materialize)
+        codes = _codes(pattern, format, given, key, origin, shape, materialize, width)
         return Quantized(codes, scaling.reciprocal(given).view(xp.float32), None)
     if amax is None:
         amax = _amax(pattern, format, phase)
     check_members(amax, format)
     scales = _scales(amax, format, eps, nominal, pattern, phase, materialize)
-    codes = _codes(pattern, format, scales.multiplier, key, origin, shape, materialize)
-    stored = scales.stored
+    codes = _codes(pattern, format, scales.multiplier, key, origin, shape, materialize, width)
+    return Quantized(codes, *_as_stored(scales.stored, scales.tensor, amax, format))
+
+
+def _as_stored(stored: Array, tensor: Array | None, amax: Amax, format: Format) -> tuple[Array, Array | None]:
+    """Scales and tensor scale as they are kept with the codes: the scale of a block with a NaN says so, if no code can."""
+    xp = array_namespace(stored)
     if amax.nan is not None:
         stored = xp.where(amax.nan > 0, format.scale.nan_code, stored)
-    if format.scale.dtype == "float32":
-        stored = stored.view(xp.float32)
-    else:
-        stored = xp.astype(stored, xp.uint8)
-    return Quantized(codes, stored, None if scales.tensor is None else scales.tensor.view(xp.float32))
+    stored = stored.view(xp.float32) if format.scale.dtype == "float32" else xp.astype(stored, xp.uint8)
+    return stored, None if tensor is None else tensor.view(xp.float32)
 
 
 def _delayed(multiplier: Array, format: Format, amax: Amax | None) -> Array:
@@ -205,7 +211,7 @@ def _scales(
             of_tensor = (tensor_amax, multiplier, tensor_scale)
             stored = four_over_six.scales(amax.blocks, *of_tensor, magnitude, format, materialize)
         else:
-            stored = scaling.nvfp4_scale(amax.blocks, multiplier, element)
+            stored = scaling.nvfp4_scale(amax.blocks, multiplier, format)
         decode = scaled(stored, E4M3, tensor_scale)
         return _Scales(stored, tensor_scale.reshape(()), scaling.clamped_reciprocal(decode))
     if format.scale.e8m0:
@@ -226,6 +232,7 @@ def encode(
     origin: Origin = (0, 0),
     shape: tuple[int, int] | None = None,
     materialize: Materialize = as_stored,
+    width: int = NARROW,
 ) -> Array:
     """Codes of x for scales that are already there, such as those that a route through high precision carries along.
 
@@ -237,7 +244,7 @@ def encode(
         format: a `Format` or its name.
         scales: stored (decode) scales of x's blocks.
         tensor_scale: float32, shape (), for two-level formats.
-        key, origin, shape, materialize: as for `quantize`.
+        key, origin, shape, materialize, width: as for `quantize`.
     """
     check_input(x)
     format = Format.parse(format)
@@ -249,7 +256,43 @@ def encode(
         decode = _decode_scale(scales, tensor_scale, format)
         magnitude = decode & bits.MAGNITUDE
         multiplier = scaling.clamped_reciprocal(xp.where(magnitude >= bits.INFINITY, bits.FP32_MAX, magnitude))
-    return _codes(bits.from_float(x), format, multiplier, key, origin, shape, materialize)
+    return _codes(bits.from_float(x), format, multiplier, key, origin, shape, materialize, width)
+
+
+def requantize(
+    x: Array,
+    format: Format | str,
+    scales: Array,
+    tensor_scale: Array | None = None,
+    *,
+    key: Key | None = None,
+    origin: Origin = (0, 0),
+    shape: tuple[int, int] | None = None,
+    amax: Amax | None = None,
+    materialize: Materialize = as_stored,
+) -> Quantized:
+    """Quantizes what has become of quantized values: with the scales that they had, or those times a power of two.
+
+    So a value that hasn't changed keeps its value, whatever has become of its block's or tensor's amax, up to codes that are
+    subnormal under the new scale. Rounding at random takes two bytes an element (`rounding.WIDE`). `kept_scales` has the rule.
+
+    Args:
+        x: float32, float16 or bfloat16, [..., rows, columns].
+        format: a `Format` or its name.
+        scales: stored (decode) scales that x's blocks had.
+        tensor_scale: that of the array, for two-level formats.
+        key, origin, shape, amax, materialize: as for `quantize`. `amax` has no use for members.
+    """
+    check_input(x)
+    format = Format.parse(format)
+    phase = _phase(format, origin)
+    check_scales(scales, tensor_scale, x.shape, format, phase)
+    if amax is None:
+        amax = _amax(bits.from_float(x), format, phase)
+    kept = kept_scales.scales(scales, tensor_scale, amax.blocks, amax.tensor, format)
+    stored, tensor_scale = _as_stored(*kept, amax, format)
+    options = {"key": key, "origin": origin, "shape": shape, "materialize": materialize, "width": WIDE}
+    return Quantized(encode(x, format, stored, tensor_scale, **options), stored, tensor_scale)
 
 
 def _codes(
@@ -260,12 +303,13 @@ def _codes(
     origin: Origin,
     shape: tuple[int, int] | None,
     materialize: Materialize,
+    width: int,
 ) -> Array:
     xp = array_namespace(pattern)
     element, own_shape, phase = format.element, pattern.shape, _phase(format, origin)
     if 0 in own_shape:
         return xp.zeros(layout.codes_shape(own_shape, format), dtype=xp.uint8, **layout.on_device_of(pattern))
-    random = None if key is None else element_bytes(pattern, key, origin, shape, materialize)
+    random = None if key is None else element_bytes(pattern, key, origin, shape, materialize, width)
     exponents = format.scale.e8m0
     if format.block is not None:
         pattern = layout.split_blocks(pattern, format.block, phase)
@@ -277,7 +321,7 @@ def _codes(
         exponent = exponent - multiplier
     else:
         significand, exponent = bits.multiply((significand, exponent), bits.split(multiplier))
-    code = round_to_element(significand, exponent, element, random)
+    code = round_to_element(significand, exponent, element, random, width)
     code = _apply_sign(code, pattern < 0, element)
     code = xp.where(magnitude > bits.INFINITY, element.nan_code, code)
     code = xp.astype(code, xp.uint8)
@@ -294,9 +338,14 @@ def _apply_sign(code: Array, negative: Array, element: ElementFormat) -> Array:
 
 
 def element_bytes(
-    pattern: Array, key: Key, origin: Origin, shape: tuple[int, int] | None, materialize: Materialize = as_stored
+    pattern: Array,
+    key: Key,
+    origin: Origin,
+    shape: tuple[int, int] | None,
+    materialize: Materialize = as_stored,
+    width: int = NARROW,
 ) -> Array:
-    """The random byte of each element, counted in the unsharded array: int32, of the pattern's shape; see `quantize`."""
+    """The random bytes of each element, counted in the unsharded array, as int32 of the pattern's shape; see `quantize`."""
     xp = array_namespace(pattern)
     *leading, rows, columns = pattern.shape
     total_rows, total_columns = shape or (origin[0] + rows, origin[1] + columns)
@@ -306,7 +355,7 @@ def element_bytes(
     device = layout.on_device_of(pattern)
     starts = xp.arange(matrices, dtype=xp.int32, **device)[:, None] * total_rows
     index = (starts + xp.arange(rows, dtype=xp.int32, **device)[None, :]).reshape((-1,)) + origin[0]
-    return random_bytes(key, index, columns, origin[1], total_columns, materialize).reshape(pattern.shape)
+    return random_bytes(key, index, columns, origin[1], total_columns, materialize, width).reshape(pattern.shape)
 
 
 def dequantize(

@@ -21,23 +21,30 @@ from .layout import Materialize, as_stored, on_device_of
 Key = Any
 """An integer seed, or two uint32 words (`jax.random.key_data(key)`) as a sequence or an array."""
 
+NARROW, WIDE = 1, 2
+"""Random bytes that an element is rounded with: one in `quantize` and in gradients, as hardware draws; two in weights and
+moments, which are rounded again and again, in steps far below the spacing of their codes."""
+
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
-def round_to_element(significand: Array, exponent: Array, element: ElementFormat, random_byte: Array | None = None) -> Array:
+def round_to_element(
+    significand: Array, exponent: Array, element: ElementFormat, random: Array | None = None, width: int = NARROW
+) -> Array:
     """Magnitude code of a split number (see `bits`), saturated at the element's largest finite value.
 
     Args:
         significand: int32, point 23.
         exponent: int32, any.
         element: the element format.
-        random_byte: int32 0..255 for stochastic rounding, None for nearest even.
+        random: int32 of `width` bytes for stochastic rounding, None for nearest even.
+        width: `NARROW` or `WIDE`.
     """
     exponent = bits.at_most(exponent, element.emax + 2)
-    if random_byte is None:
+    if random is None:
         code = bits.round_nearest(significand, exponent, element.mantissa_bits, element.emin)
     else:
-        code = bits.round_stochastic(significand, exponent, element.mantissa_bits, element.emin, random_byte)
+        code = bits.round_stochastic(significand, exponent, element.mantissa_bits, element.emin, random, 8 * width)
     return bits.at_most(code, element.max_code)
 
 
@@ -154,11 +161,12 @@ def random_bytes(
     first_column: int | Array,
     row_length: int | Array,
     materialize: Materialize = as_stored,
+    width: int = NARROW,
 ) -> Array:
-    """The random byte of each element of some rows: int32 0..255, shape [len(rows), columns].
+    """The random bytes of each element of some rows, as one number: int32 0..256^width - 1, shape [len(rows), columns].
 
-    Element i of the unsharded array takes byte i & 7 of the two words (little-endian, first word first) that Threefry
-    gives for the counter i >> 3.
+    With n = 8 / width, element i of the unsharded array takes the bytes from (i mod n) * width of the two words (little-endian,
+    first word first) that Threefry gives for the counter floor(i / n).
 
     Args:
         key: the key.
@@ -167,28 +175,30 @@ def random_bytes(
         first_column: column of the first one.
         row_length: columns of the unsharded array.
         materialize: see `layout.Materialize`.
+        width: `NARROW` or `WIDE`.
     """
     xp = array_namespace(rows)
     high, low = _multiply_wide(rows, row_length)
     start = low + first_column
     high = high + xp.astype(_less_unsigned(start, low), xp.int32)
     known = isinstance(row_length, int) and isinstance(first_column, int)
-    aligned = known and row_length % 8 == 0 and first_column % 8 == 0
-    groups = -(-columns // 8) if aligned else (columns + 14) // 8
+    served, places = 8 // width, 4 - width  # elements of one counter, and the logarithm of that
+    aligned = known and row_length % served == 0 and first_column % served == 0
+    groups = -(-columns // served) if aligned else (columns + 2 * (served - 1)) // served
     first, second = _key_arrays(key, rows)
-    counter_low = ((high << 29) | shift_right(start, 3))[:, None]
+    counter_low = ((high << (32 - places)) | shift_right(start, places))[:, None]
     counter = counter_low + xp.arange(groups, dtype=xp.int32, **on_device_of(rows))[None, :]
     carry = xp.astype(_less_unsigned(counter, counter_low), xp.int32)
-    words = threefry2x32((first[:, None], second[:, None]), (shift_right(high, 3)[:, None] + carry, counter))
+    words = threefry2x32((first[:, None], second[:, None]), (shift_right(high, places)[:, None] + carry, counter))
     words = materialize(words[0]), materialize(words[1])
-    octets = [(word >> (8 * i)) & 0xFF for word in words for i in range(4)]
-    octets = xp.stack(octets, axis=-1).reshape((rows.shape[0], groups * 8))
+    numbers = [(word >> (8 * width * i)) & ((1 << 8 * width) - 1) for word in words for i in range(4 // width)]
+    numbers = xp.stack(numbers, axis=-1).reshape((rows.shape[0], groups * served))
     if aligned:
-        return octets[:, :columns]
-    offset = (start & 7)[:, None]
-    chosen = octets[:, :columns]
-    for i in range(1, 8):
-        chosen = xp.where(offset == i, octets[:, i : i + columns], chosen)
+        return numbers[:, :columns]
+    offset = (start & (served - 1))[:, None]
+    chosen = numbers[:, :columns]
+    for i in range(1, served):
+        chosen = xp.where(offset == i, numbers[:, i : i + columns], chosen)
     return chosen
 
 

@@ -24,8 +24,11 @@ Split = tuple[Array, Array]
 # Constants of the rules, by element. They stand ready because dynamo would trace how they come about.
 _LARGEST = {name: bits.constant_bits(element.max) for name, element in ELEMENTS.items()}
 _INVERSE_OF_LARGEST = {name: bits.constant_bits(1 / element.max) for name, element in ELEMENTS.items()}
-LARGEST_TWO_LEVEL = {f: bits.constant_bits(f.scale.bound * f.element.max) for f in FORMATS if f.scale.bound is not None}
-"""fp32 bits of the largest number relative to the tensor's scale, of formats of two levels."""
+LARGEST_TWO_LEVEL = {
+    f: bits.constant_bits(f.scale.bound * f.element.max * f.scale.guard) for f in FORMATS if f.scale.bound is not None
+}
+"""fp32 bits of what the tensor's amax is mapped to by the tensor's scale, of formats of two levels."""
+_INVERSE_TWO_LEVEL = {f: bits.constant_bits(1 / (f.element.max * f.scale.guard)) for f in LARGEST_TWO_LEVEL}
 
 
 def eps_for(format: Format, eps: float) -> float:
@@ -108,7 +111,7 @@ def e8m0_bits(stored: Array) -> Array:
 
 
 def nvfp4_multiplier(amax: Array, format: Format) -> Array:
-    """fp32 bits of NVFP4's global multiplier G = bound * MAX / amax of the tensor; 1 where amax is 0 or Inf.
+    """fp32 bits of NVFP4's global multiplier G = bound * guard * MAX / amax of the tensor; 1 where amax is 0 or Inf.
 
     `tensor_scale` is its reciprocal. (TransformerEngine's `compute_global_encode_scaling_factor_FP4`.)
 
@@ -123,10 +126,10 @@ def nvfp4_multiplier(amax: Array, format: Format) -> Array:
     return xp.where(special, bits.ONE, bits.at_most(multiplier, bits.FP32_MAX))
 
 
-def nvfp4_scale(amax: Array, multiplier: Array, element: ElementFormat) -> Array:
-    """E4M3 bytes (int32) of NVFP4's block scales: E4M3(amax of the block * (G * fp32(1 / MAX))), saturating."""
+def nvfp4_scale(amax: Array, multiplier: Array, format: Format) -> Array:
+    """E4M3 bytes (int32) of NVFP4's block scales: E4M3(amax of the block * (G * fp32(1 / (guard * MAX)))), saturating."""
     xp = array_namespace(amax)
-    sixth = bits.split(xp.full_like(multiplier, _INVERSE_OF_LARGEST[element.name]))
+    sixth = bits.split(xp.full_like(multiplier, _INVERSE_TWO_LEVEL[format]))
     scaled = bits.multiply(bits.split(amax), bits.multiply(bits.split(multiplier), sixth))
     return xp.where(amax == 0, 0, round_to_element(*scaled, E4M3))
 

@@ -10,7 +10,7 @@ from ..formats import Format
 # The numbers of kernels/include/blockfp/elements.h, scales.h and dtypes.h.
 ELEMENTS = {name: index for index, name in enumerate(("e4m3", "e5m2", "e3m2", "e2m3", "e2m1", "int8"))}
 _FOUR_OVER_SIX = ("e4m3_4over6", "e4m3_4over6_448", "e4m3_4over6_mse", "e4m3_4over6_448_mse")
-_RULES = ("fp32", "pow2", "e8m0_ceil", "e8m0_floor", "e4m3", *_FOUR_OVER_SIX)
+_RULES = ("fp32", "pow2", "e8m0_ceil", "e8m0_floor", "e4m3", "e4m3_guarded", *_FOUR_OVER_SIX)
 RULES = {name: index for index, name in enumerate(_RULES)}
 DTYPE_NUMBERS = {name: index for index, name in enumerate(bits.FLOAT_DTYPES)}
 
@@ -22,19 +22,9 @@ def format_numbers(format: Format) -> tuple[int, int, int, int]:
     return ELEMENTS[format.element.name], rows, columns, RULES[format.scale.name]
 
 
-@cache
-def stored_numbers(format: Format) -> tuple[int, int, int, int]:
-    """`format_numbers` of the format that is stored alike: 4-over-6 is NVFP4 once its scales are chosen.
-
-    Whatever reads codes and scales takes these, and so do the CUDA kernels, which have no rule that chooses.
-    """
-    element, rows, columns, rule = format_numbers(format)
-    return element, rows, columns, RULES["e4m3"] if format.scale.four_over_six else rule
-
-
 def cuda_rotates(format: Format) -> bool:
     """Returns True for a format whose CUDA kernels rotate its columns; for others array operations do, before the kernel."""
-    return format.name == "nvfp4"
+    return format.scale.two_level and not format.scale.four_over_six and not format.square
 
 
 def largest_multiplier(format: Format, eps: float, nominal: str) -> int:

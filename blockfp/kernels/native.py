@@ -22,7 +22,7 @@ import numpy as np
 from ..definition import bits, checks, layout
 from ..definition.bits import Array
 from ..definition.numerics import Amax, Origin, Quantized, check_members
-from ..definition.rounding import Key, key_words
+from ..definition.rounding import WIDE, Key, key_words
 from ..formats import Format
 from . import reused_memory
 from .format_numbers import DTYPE_NUMBERS, format_numbers, largest_multiplier
@@ -142,7 +142,8 @@ def quantize(
         *format_numbers(format),
         largest,
         eps,
-        key is not None,
+        False,
+        int(key is not None),
         key0,
         key1,
         *origin,
@@ -150,6 +151,40 @@ def quantize(
         index_columns,
     )
     return Quantized(codes, scales, tensor_scale)
+
+
+def requantize(
+    x: Array,
+    format: Format | str,
+    scales: Array,
+    tensor_scale: Array | None = None,
+    *,
+    key: Key | None = None,
+    origin: Origin = (0, 0),
+    shape: tuple[int, int] | None = None,
+    amax: Amax | None = None,
+) -> Quantized:
+    """Quantizes x with scales that go on from those it had; see `numerics.requantize`, whose arguments and bits these are.
+
+    Args:
+        x: NumPy array or CPU torch tensor; float32, [..., rows, columns], of any strides.
+    """
+    library, format, arrays = _cpu.get(), Format.parse(format), _arrays_of(x)
+    if (dtype := _input_dtype(x)) != "float32":
+        raise TypeError(f"the kernels requantize float32, got {dtype}")
+    checks.check_scales(scales, tensor_scale, x.shape, format, origin)
+    codes, *kept = [arrays.empty(*part) for part in layout.parts(x.shape, format, origin)]
+    for new, old in zip(kept, (scales, tensor_scale), strict=False):
+        new[...] = old
+    new_scales, new_tensor_scale = kept if format.scale.two_level else (*kept, None)
+    key0, key1 = (0, 0) if key is None else (int(word) & 0xFFFFFFFF for word in key_words(key))
+    fields = (None,) * 4 if amax is None else _given(amax._replace(members=None), tuple(scales.shape), format)
+    place = (*origin, *(shape or (origin[0] + x.shape[-2], origin[1] + x.shape[-1])))
+    library.quantize(
+        arrays.lend(x), codes, new_scales, new_tensor_scale, *fields, DTYPE_NUMBERS[dtype], *format_numbers(format),
+        bits.FP32_MAX, 0.0, True, 0 if key is None else WIDE, key0, key1, *place,
+    )  # fmt: skip
+    return Quantized(codes, new_scales, new_tensor_scale)
 
 
 def dequantize(

@@ -18,7 +18,7 @@ from blockfp.definition.rotation import rotate as rotated
 from blockfp.definition.views import DTYPES
 from blockfp.formats import Format
 from blockfp.kernels import cuda_library
-from blockfp.kernels.format_numbers import cuda_rotates, format_numbers, largest_multiplier, stored_numbers
+from blockfp.kernels.format_numbers import cuda_rotates, format_numbers, largest_multiplier
 from blockfp.kernels.once import once
 from blockfp.kernels.products import plan, plan_values
 
@@ -122,7 +122,7 @@ class CudaLibrary(Backend):
             codes,
             scales,
             _absent(jnp.float32) if tensor_scale is None else tensor_scale.reshape(1),
-            **dict(zip(_FORMAT, stored_numbers(format), strict=True)),
+            **dict(zip(_FORMAT, format_numbers(format), strict=True)),
             row=origin[0],
             column=origin[1],
         )

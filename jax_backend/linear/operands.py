@@ -143,7 +143,7 @@ class _Operands:
             "stochastic": cast.stochastic,
         }
         runs = self.placement.runs
-        key = self.keys[columnwise] if cast.stochastic or cast.eden else None
+        key = self.keys[columnwise] if cast.stochastic else None
         how = sharded.Options(key, eps_for(format, self.eps), self.x.dtype.name, self.multiplier)
         if not self.over:
             return sharded.quantize(self.x, plans.quantize_shards(format, self.sharding, **options), how)

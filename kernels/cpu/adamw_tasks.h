@@ -8,9 +8,9 @@
 namespace blockfp {
 namespace BLOCKFP_ISA {
 
-// Random bytes of one piece, for each moment.
+// Random bytes of one piece, two an element, for each moment.
 struct PieceRandom {
-  static constexpr int kBytes = kMomentBlock + 8 + 8 * kLanes;
+  static constexpr int kBytes = 2 * kMomentBlock + 8 + 8 * kLanes;
   const uint8_t *first, *second;
   uint8_t memory[2][kBytes];
 };
@@ -38,7 +38,7 @@ BLOCKFP_HD float store_moment(float* moment, const uint8_t* random, void* kept, 
     return 0.0f;
   } else if constexpr (M == Moments::kBf16) {
     for (int i = 0; i < kMomentBlock; i += kLanes) {
-      const I pattern = narrow_stochastic<F>(load<F>(moment + i), load_bytes(random + i));
+      const I pattern = narrow_stochastic<F>(load<F>(moment + i), load_halves(random + 2 * i));
       int32_t lanes[kLanes];
       store(lanes, pattern);
       for (int k = 0; k < kLanes; ++k) static_cast<uint16_t*>(kept)[at + i + k] = static_cast<uint16_t>(lanes[k]);
@@ -57,7 +57,7 @@ BLOCKFP_HD float store_moment(float* moment, const uint8_t* random, void* kept, 
       I codes[kVectors];
       for (int v = 0; v < kVectors; ++v) {
         const int k = i + v * kLanes;
-        codes[v] = encode_moment<Second, F>(load<F>(moment + k), splat<F>(scale.multiplier), load_bytes(random + k));
+        codes[v] = encode_moment<Second, F>(load<F>(moment + k), splat<F>(scale.multiplier), load_halves(random + 2 * k));
       }
       store_codes(codes, static_cast<uint8_t*>(kept) + at + i);
     }
@@ -125,8 +125,8 @@ void step_tile(const StepJob& job, const Tile& tile) {
       const int64_t left = tile.column + tile.columns - column, n = left < kMomentBlock ? left : kMomentBlock;
       if constexpr (M != Moments::kFp32) {
         const uint64_t index = e.random_index(tile.batch, r, column);
-        random.first = random_row(job.first_key[0], job.first_key[1], index, kMomentBlock, random.memory[0]);
-        random.second = random_row(job.second_key[0], job.second_key[1], index, kMomentBlock, random.memory[1]);
+        random.first = random_row<2>(job.first_key[0], job.first_key[1], index, kMomentBlock, random.memory[0]);
+        random.second = random_row<2>(job.second_key[0], job.second_key[1], index, kMomentBlock, random.memory[1]);
       }
       const int64_t at = row * e.columns + column, scale_at = row * moment_blocks + column / kMomentBlock;
       if (n == kMomentBlock) {

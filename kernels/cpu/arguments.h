@@ -9,7 +9,7 @@ namespace blockfp {
 constexpr DLDevice kCpu{kDLCPU, 0};
 
 inline Format checked_format(int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule) {
-  const Format f = format_of(element, block_rows, block_columns, rule, ScaleRule::kFourOverSix448Mse);
+  const Format f = format_of(element, block_rows, block_columns, rule);
   check(block_columns == 0 || f.per_row() || (block_columns >= 16 && block_columns <= 128 && (block_columns & (block_columns - 1)) == 0),
         "block columns must be 0, 16, 32, 64, 128 or those of a whole row, ", kWholeRow, ", and are ", block_columns);
   check(!f.per_row() || block_rows == 1, "a block that is a whole row has one row, and has ", block_rows);

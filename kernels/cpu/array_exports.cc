@@ -156,8 +156,8 @@ void quantize_arrays(TensorView x, TensorView given, TensorView key, TensorView 
         "an amax of the whole tensor is for formats that have a scale for it, a multiplier for one scale per tensor; it is ",
         describe(given));
   check_contiguous(key, "key");
-  job.stochastic = key.numel() > 0;
-  check(!job.stochastic || (key.dtype().bits == 32 && key.size(-1) == 2), "key must be two uint32 words; it is ",
+  job.random = key.numel() > 0 ? 1 : 0;
+  check(job.random == 0 || (key.dtype().bits == 32 && key.size(-1) == 2), "key must be two uint32 words; it is ",
         describe(key));
   job.eps_bits = static_cast<int32_t>(eps_bits);
   job.largest = static_cast<int32_t>(largest_bits);
@@ -174,7 +174,7 @@ void quantize_arrays(TensorView x, TensorView given, TensorView key, TensorView 
     }
     job.codes = stack.at<uint8_t>(i, codes, ndim, 1);
     job.scales = stack.at<void>(i, scales, ndim, scale_bits / 8);
-    if (job.stochastic) {
+    if (job.random > 0) {
       const uint32_t* words = stack.at<const uint32_t>(i, key, 1, 4);
       job.key0 = words[0];
       job.key1 = words[1];

@@ -36,6 +36,7 @@ BLOCKFP_HD bool factors_by_rule(const DequantizeJob& job, int64_t at, int64_t bl
     case ScaleRule::kE8m0Floor:
       return factors_of_blocks<ScaleRule::kE8m0Ceil>(job, at, blocks, factors);
     case ScaleRule::kE4m3:
+    case ScaleRule::kE4m3Guarded:
     case ScaleRule::kFourOverSix:
     case ScaleRule::kFourOverSix448:
     case ScaleRule::kFourOverSixMse:

@@ -45,10 +45,12 @@ void amax(TensorView x, TensorView blocks, Optional<TensorView> nan, Optional<Te
            first_column);
 }
 
+// `random`: bytes of each element, 0 to round to nearest. With `keeps` x has 32 bits, and scales and tensor_scale are those of before,
+// which the new ones go on from.
 void quantize(TensorView x, TensorView codes, TensorView scales, Optional<TensorView> tensor_scale,
               Optional<TensorView> given_blocks, Optional<TensorView> given_nan, Optional<TensorView> given_tensor,
               Optional<TensorView> given_members, int64_t dtype, int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule, int64_t largest,
-              double eps, bool stochastic, int64_t key0, int64_t key1, int64_t first_row, int64_t first_column,
+              double eps, bool keeps, int64_t random, int64_t key0, int64_t key1, int64_t first_row, int64_t first_column,
               int64_t index_rows, int64_t index_columns) {
   QuantizeJob job{};
   job.x = input_of(x, dtype);
@@ -78,7 +80,9 @@ void quantize(TensorView x, TensorView codes, TensorView scales, Optional<Tensor
   job.given_members = data_of<int32_t>(given_members);
   job.eps_bits = bit_cast<int32_t>(static_cast<float>(eps));
   job.largest = static_cast<int32_t>(largest);
-  job.stochastic = stochastic;
+  check(random >= 0 && random <= (dtype == Fp32::kId ? 2 : 1), "an element has no random byte, one, or of float32 two, and random is ", random);
+  job.keeps = keeps;
+  job.random = static_cast<int>(random);
   job.key0 = static_cast<uint32_t>(key0);
   job.key1 = static_cast<uint32_t>(key1);
   job.first_row = first_row;

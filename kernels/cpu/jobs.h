@@ -8,6 +8,7 @@
 
 #include "blockfp/adamw.h"
 #include "blockfp/dtypes.h"
+#include "blockfp/kept_scales.h"
 #include "blockfp/packing.h"
 #include "blockfp/scales.h"
 
@@ -94,7 +95,9 @@ struct QuantizeJob {
   float multiplier;             // per tensor: the elements'; two levels: the tensor's
   float tensor_scale;           // two levels
   int32_t tensor_amax;          // 4-over-6, fp32 bits
-  bool stochastic;
+  bool keeps;                   // `scales` hold those of before, which the new ones go on from (blockfp/kept_scales.h)
+  KeptTensorScale kept;         // likewise, of two levels
+  int random;                   // random bytes of an element: 0 to round to nearest, 1, 2
   uint32_t key0, key1;
   int64_t first_row, first_column, index_rows, index_columns;  // where x lies in the unsharded array
 };
@@ -157,13 +160,13 @@ struct Scratch {
     factors = reinterpret_cast<float*>(take(next, 8 * blocks));
     largest = take(next, 4 * t.tile_columns);
     codes = reinterpret_cast<uint8_t*>(take(next, t.tile_columns));
-    random = reinterpret_cast<uint8_t*>(take(next, t.tile_columns + 192));
+    random = reinterpret_cast<uint8_t*>(take(next, 2 * t.tile_columns + 192));
     gathered = next;
   }
 
   // Size for a tiling, with or without the copy of a tile whose columns are not adjacent.
   BLOCKFP_HD static int64_t bytes(const Tiling& t, bool gather) {
-    return 28 * (t.tile_columns / 16 + 32) + 6 * t.tile_columns + 2048 + (gather ? 4 * t.tile_rows * t.tile_columns : 0);
+    return 28 * (t.tile_columns / 16 + 32) + 7 * t.tile_columns + 2048 + (gather ? 4 * t.tile_rows * t.tile_columns : 0);
   }
 
  private:

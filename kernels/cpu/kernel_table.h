@@ -23,10 +23,12 @@ void quantize(const QuantizeJob& job, int64_t task, int64_t next, void* scratch)
     with_dtype(job.x.dtype, [&](auto dtype) {
       using E = decltype(element);
       using T = decltype(dtype);
-      if (job.stochastic) {
-        quantize_task<E, T, true>(job, task, next, scratch);
-      } else {
-        quantize_task<E, T, false>(job, task, next, scratch);
+      if (job.random == 1) {
+        quantize_task<E, T, 1>(job, task, next, scratch);
+      } else if (job.random == 0) {
+        quantize_task<E, T, 0>(job, task, next, scratch);
+      } else if constexpr (T::kId == Fp32::kId) {
+        quantize_task<E, T, 2>(job, task, next, scratch);
       }
     });
   });

@@ -72,6 +72,17 @@ BLOCKFP_HD I load_bytes(const uint8_t* p) {
 #endif
 }
 
+// kLanes unsigned halves of words, at any address, as integers.
+BLOCKFP_HD I load_halves(const uint8_t* p) {
+#if defined(__AVX512BW__)
+  return bit_cast<I>(_mm512_cvtepu16_epi32(load<__m256i>(p)));
+#elif defined(__AVX2__)
+  return bit_cast<I>(_mm256_cvtepu16_epi32(load<__m128i>(p)));
+#else
+  return load<uint16_t>(p);
+#endif
+}
+
 // Entries of a table of eight.
 BLOCKFP_HD F look_up_eight(const float* table, I index) {
 #if defined(__AVX512BW__)

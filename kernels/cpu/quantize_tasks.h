@@ -17,7 +17,7 @@ BLOCKFP_HD BlockScale<F> scale_of(const QuantizeJob& job, I amax) {
   } else if constexpr (kE8m0Scale<R>) {
     return e8m0_scale<E, R, F>(amax);
   } else {
-    return e4m3_scale<E, F>(amax, job.multiplier, job.tensor_scale);
+    return e4m3_scale<E, F>(amax, job.multiplier, job.tensor_scale, R);
   }
 }
 
@@ -45,6 +45,33 @@ void scales_of_blocks(const QuantizeJob& job, const Scratch& memory, int64_t blo
   write_scales<E, R>(job, memory, blocks, at);
 }
 
+// Those that go on from the scales of before, one after another.
+template <class E>
+void kept_scales_of_blocks(const QuantizeJob& job, const Scratch& memory, int64_t blocks, int64_t at) {
+  const ScaleRule rule = job.format.rule;
+  const bool bytes = job.format.scale_bits() == 8;
+  for (int64_t b = 0; b < blocks; ++b) {
+    uint8_t& byte = static_cast<uint8_t*>(job.scales)[at + b];
+    int32_t& word = static_cast<int32_t*>(job.scales)[at + b];
+    int32_t stored = bytes ? byte : word;
+    if (job.format.two_levels()) {
+      stored = kept_e4m3_scale<E>(stored, memory.amax[b], job.kept);
+      if (memory.nan[b]) stored = kNanScale<ScaleRule::kE4m3>;
+    } else if (bytes) {
+      stored = kept_e8m0_scale<E>(stored, memory.amax[b]);
+      if (!E::kHasNan && memory.nan[b]) stored = kNanScale<ScaleRule::kE8m0Ceil>;
+    } else {
+      stored = kept_fp32_scale<E>(stored, memory.amax[b]);
+    }
+    if (bytes) {
+      byte = static_cast<uint8_t>(stored);
+    } else {
+      word = stored;
+    }
+    memory.multipliers[b] = stored_multiplier(rule, stored, job.tensor_scale);
+  }
+}
+
 template <class E>
 BLOCKFP_HD void scales_by_rule(const QuantizeJob& job, const Scratch& memory, int64_t blocks, int64_t at) {
   switch (job.format.rule) {
@@ -58,6 +85,8 @@ BLOCKFP_HD void scales_by_rule(const QuantizeJob& job, const Scratch& memory, in
       return scales_of_blocks<E, ScaleRule::kE8m0Floor>(job, memory, blocks, at);
     case ScaleRule::kE4m3:
       return scales_of_blocks<E, ScaleRule::kE4m3>(job, memory, blocks, at);
+    case ScaleRule::kE4m3Guarded:
+      return scales_of_blocks<E, ScaleRule::kE4m3Guarded>(job, memory, blocks, at);
     case ScaleRule::kFourOverSix:
     case ScaleRule::kFourOverSix448:
     case ScaleRule::kFourOverSixMse:
@@ -71,7 +100,7 @@ BLOCKFP_HD int block_shift(const Format& format) {
   return format.per_tensor() ? 62 : __builtin_ctz(static_cast<unsigned>(format.block_columns));
 }
 
-template <class E, class T, bool Stochastic>
+template <class E, class T, int Random>
 void quantize_task(const QuantizeJob& job, int64_t task, int64_t next, void* scratch) {
   using P = Packing<E::kBits>;
   const Tiling& t = job.tiling;
@@ -95,25 +124,29 @@ void quantize_task(const QuantizeJob& job, int64_t task, int64_t next, void* scr
       // Vectors read beyond the last block.
       memset(memory.amax + blocks, 0, 16 * sizeof(*memory.amax));
       if constexpr (E::kId == E2M1::kId) {
-        if (job.format.four_over_six()) {
+        if (job.format.four_over_six() && !job.keeps) {
           const int64_t row_in_block = (t.row_phase + tile.row + first) % job.format.block_rows;
           choose_scales<E, T>(job, x, memory, first, rows, row_in_block, tile.columns, tile.column_phase, blocks, at);
         }
       }
-      scales_by_rule<E>(job, memory, blocks, at);
+      if (job.keeps) {
+        kept_scales_of_blocks<E>(job, memory, blocks, at);
+      } else {
+        scales_by_rule<E>(job, memory, blocks, at);
+      }
     }
     for (int64_t r = first; r < first + rows; ++r) {
       const uint8_t* random = nullptr;
-      if constexpr (Stochastic) {
+      if constexpr (Random > 0) {
         const uint64_t row = tile.batch * job.index_rows + job.first_row + tile.row + r;
         const uint64_t index = row * job.index_columns + job.first_column + tile.column;
-        random = random_row(job.key0, job.key1, index, tile.columns, memory.random);
+        random = random_row<Random>(job.key0, job.key1, index, tile.columns, memory.random);
       }
       uint8_t* out = job.codes + (tile.batch * t.rows + tile.row + r) * row_bytes + P::row_bytes(tile.column);
       uint8_t* codes = E::kBits == 8 ? out : memory.codes;
       const int64_t later = r + rows;
       const typename T::Raw* ahead = later < tile.rows ? x.row(later) : next_tile + (later - tile.rows) * job.x.row_stride();
-      encode_row<E, T, Stochastic>(x.row(r), tile.columns, memory.multipliers, tile.column_phase, shift, ahead, random,
+      encode_row<E, T, Random>(x.row(r), tile.columns, memory.multipliers, tile.column_phase, shift, ahead, random,
                                    codes);
       if constexpr (E::kBits != 8) pack_row<E::kBits>(codes, tile.columns, out);
     }

@@ -12,15 +12,17 @@
 namespace blockfp {
 namespace BLOCKFP_ISA {
 
-// Codes of a unit, all of one block.
-template <class E, class T, bool Stochastic>
+// Codes of a unit, all of one block. Here and below `Random` is how many random bytes an element has: none, to round to nearest, one or two.
+template <class E, class T, int Random>
 BLOCKFP_HD void encode_unit(const typename T::Raw* x, float multiplier, const uint8_t* random, uint8_t* out) {
   const F factor = splat<F>(multiplier);
   I codes[kVectors];
   for (int v = 0; v < kVectors; ++v) {
     const F y = multiply(load_floats<T>(x + v * kLanes), factor);
-    if constexpr (Stochastic) {
+    if constexpr (Random == 1) {
       codes[v] = encode_stochastic<E, F>(y, load_bytes(random + v * kLanes));
+    } else if constexpr (Random == 2) {
+      codes[v] = encode_stochastic<E, F, 16>(y, load_halves(random + 2 * v * kLanes));
     } else {
       codes[v] = encode_nearest<E, F>(y);
     }
@@ -28,28 +30,26 @@ BLOCKFP_HD void encode_unit(const typename T::Raw* x, float multiplier, const ui
   store_codes(codes, out);
 }
 
-template <class E, class T, bool Stochastic>
+template <class E, class T, int Random>
 BLOCKFP_HD void encode_part(const typename T::Raw* x, int64_t n, float multiplier, const uint8_t* random, uint8_t* out) {
   typename T::Raw padded[kUnit] = {};
-  uint8_t bytes[kUnit] = {}, codes[kUnit];
+  uint8_t bytes[kUnit * 2] = {}, codes[kUnit];
   for (int64_t i = 0; i < n; ++i) padded[i] = x[i];
-  if constexpr (Stochastic) {
-    for (int64_t i = 0; i < n; ++i) bytes[i] = random[i];
-  }
-  encode_unit<E, T, Stochastic>(padded, multiplier, bytes, codes);
+  for (int64_t i = 0; i < n * Random; ++i) bytes[i] = random[i];
+  encode_unit<E, T, Random>(padded, multiplier, bytes, codes);
   for (int64_t i = 0; i < n; ++i) out[i] = codes[i];
 }
 
 // Codes of n elements, one a byte. Element i has the multiplier of block (phase + i) >> shift. `ahead` is a row that is read
 // soon: encoding is bound by arithmetic, and memory can work for it meanwhile.
-template <class E, class T, bool Stochastic>
+template <class E, class T, int Random>
 BLOCKFP_HD void encode_row(const typename T::Raw* x, int64_t n, const float* multipliers, int64_t phase, int shift,
                            const typename T::Raw* ahead, const uint8_t* random, uint8_t* out) {
   const int64_t before_unit = -phase & (kUnit - 1), head = before_unit < n ? before_unit : n;
   int64_t i = head;
-  if (head > 0) encode_part<E, T, Stochastic>(x, head, multipliers[phase >> shift], random, out);
+  if (head > 0) encode_part<E, T, Random>(x, head, multipliers[phase >> shift], random, out);
 #if defined(__AVX512BW__)
-  if constexpr (T::kId == Bf16::kId && !Stochastic) {
+  if constexpr (T::kId == Bf16::kId && Random == 0) {
     for (; i + 2 * kUnit <= n; i += 2 * kUnit) {
       __builtin_prefetch(ahead + i);
       const int64_t column = phase + i;
@@ -59,10 +59,10 @@ BLOCKFP_HD void encode_row(const typename T::Raw* x, int64_t n, const float* mul
 #endif
   for (; i + kUnit <= n; i += kUnit) {
     __builtin_prefetch(ahead + i);
-    encode_unit<E, T, Stochastic>(x + i, multipliers[(phase + i) >> shift], Stochastic ? random + i : nullptr, out + i);
+    encode_unit<E, T, Random>(x + i, multipliers[(phase + i) >> shift], Random > 0 ? random + i * Random : nullptr, out + i);
   }
   if (i < n) {
-    encode_part<E, T, Stochastic>(x + i, n - i, multipliers[(phase + i) >> shift], Stochastic ? random + i : nullptr, out + i);
+    encode_part<E, T, Random>(x + i, n - i, multipliers[(phase + i) >> shift], Random > 0 ? random + i * Random : nullptr, out + i);
   }
 }
 
@@ -120,11 +120,13 @@ BLOCKFP_HD void decode_row(const uint8_t* codes, int64_t n, const Factors* facto
   if (i < n) decode_part<E, T>(codes + i, n - i, factors[(phase + i) >> shift], out + i);
 }
 
-// Random bytes of elements index .. index + n of the unsharded array. Returns where in `buffer` they begin; it has room for
-// n + 8 + 8 * kLanes bytes.
+// Random bytes of elements index .. index + n of the unsharded array, `Random` of each. Returns where in `buffer` they begin; it has
+// room for n * Random + 8 + 8 * kLanes bytes.
+template <int Random>
 BLOCKFP_HD const uint8_t* random_row(uint32_t k0, uint32_t k1, uint64_t index, int64_t n, uint8_t* buffer) {
   using U = UInt<F>;
-  const uint64_t begin = index >> 3, end = (index + n + 7) >> 3;
+  constexpr int kServed = 8 / Random;  // elements of a counter
+  const uint64_t begin = index / kServed, end = (index + n + kServed - 1) / kServed;
   uint8_t* out = buffer;
   for (uint64_t counter = begin; counter < end; counter += kLanes, out += 8 * kLanes) {
     uint32_t low[kLanes], high[kLanes], words[2 * kLanes];
@@ -141,7 +143,7 @@ BLOCKFP_HD const uint8_t* random_row(uint32_t k0, uint32_t k1, uint64_t index, i
     }
     __builtin_memcpy(out, words, sizeof(words));
   }
-  return buffer + (index & 7);
+  return buffer + index % kServed * Random;
 }
 
 }  // namespace BLOCKFP_ISA

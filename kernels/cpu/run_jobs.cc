@@ -40,6 +40,10 @@ int32_t tensor_amax_of(const Input& x, const Tiling& tiling, bool gather, const 
 
 template <class E>
 BlockScale<float> per_tensor_scale(const QuantizeJob& job, int32_t amax) {
+  if (job.keeps) {
+    const int32_t stored = kept_fp32_scale<E>(*static_cast<const int32_t*>(job.scales), amax);
+    return {stored, stored_multiplier(job.format.rule, stored, 1.0f)};
+  }
   if (job.format.rule == ScaleRule::kPow2) return fp8_scale<E, ScaleRule::kPow2, float>(amax, job.eps_bits, kFp32Max);
   return fp8_scale<E, ScaleRule::kFp32, float>(amax, job.eps_bits, kFp32Max);
 }
@@ -113,13 +117,18 @@ void run_quantize(QuantizeJob job, const int32_t* given_tensor, float* tensor_sc
   } else if (job.format.two_levels()) {
     const int32_t amax = given_tensor != nullptr ? *given_tensor : tensor_amax_of(job.x, t, gather, job.format);
     job.tensor_amax = amax;
-    job.multiplier = tensor_multiplier<E2M1>(amax, job.format.four_over_six() ? four_over_six_bound(job.format.rule) : E4M3::kMax);
-    job.tensor_scale = divide(1.0f, job.multiplier);
+    if (job.keeps) {
+      job.kept = kept_tensor_scale<E2M1>(to_bits(*tensor_scale_out), amax);
+      job.tensor_scale = from_bits<float>(job.kept.after);
+    } else {
+      job.multiplier = tensor_multiplier<E2M1>(amax, job.format.rule);
+      job.tensor_scale = divide(1.0f, job.multiplier);
+    }
     *tensor_scale_out = job.tensor_scale;
   }
   expect_writes(job.codes, t.batches * t.rows * code_row_bytes(job.format.element, t.columns));
   const auto run = current_kernels().quantize;
-  const int64_t work = elements(t) * (dtype_bytes(job.x.dtype) + 1) * (job.stochastic ? 2 : 1);
+  const int64_t work = elements(t) * (dtype_bytes(job.x.dtype) + 1) * (1 + job.random);
   run_tasks(t.tasks(), work, Scratch::bytes(t, gather),
             [&](int64_t task, int64_t next, void* scratch) { run(job, task, next, scratch); });
 }

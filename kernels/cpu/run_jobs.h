@@ -13,7 +13,8 @@ Tiling make_tiling(const Format& format, int64_t batches, int64_t rows, int64_t 
 void run_amax(AmaxJob job, int64_t first_row, int64_t first_column);
 
 // `job.tensor_scale` goes out too, for two levels. Given amaxes are in job.given_blocks (per tensor: one) and
-// `given_tensor` (two levels); per tensor a multiplier may stand instead of the amax (delayed scaling).
+// `given_tensor` (two levels); per tensor a multiplier may stand instead of the amax (delayed scaling). With `job.keeps` the scales and
+// the tensor scale that go out come in as those of before.
 void run_quantize(QuantizeJob job, const int32_t* given_tensor, float* tensor_scale_out,
                   const float* given_multiplier = nullptr);
 

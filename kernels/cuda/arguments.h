@@ -107,8 +107,10 @@ struct EncodeArguments {
   const int32_t* nan;
   const int32_t* amax;          // of the tensor, for two-level formats with given blocks
   float* tensor_scale;          // read where scales are given
-  const uint32_t* key;
+  const uint32_t* key;          // of one byte an element, or with `keeps` of two
   int32_t eps_bits, largest_bits;
+  bool keeps;                   // `scales` are those of before, from which the new ones go on (blockfp/kept_scales.h)
+  const float* kept_tensor_scale;  // likewise, of two levels
 };
 
 struct AmaxBlocksArguments {

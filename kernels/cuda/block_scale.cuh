@@ -38,8 +38,8 @@ __device__ __forceinline__ TensorScale tensor_scale(const QuantizeArguments& a, 
   } else if constexpr (Block == 16) {
     const int32_t amax = __ldg(tensor_amax);
     const bool chooses = a.format.four_over_six();
-    t.multiplier = tensor_multiplier<E>(amax, chooses ? four_over_six_bound(a.format.rule) : E4M3::kMax);
-    t.factor = chooses ? from_bits<float>(amax) : multiply(t.multiplier, element_max_reciprocal<E>());
+    t.multiplier = tensor_multiplier<E>(amax, a.format.rule);
+    t.factor = chooses ? from_bits<float>(amax) : multiply(t.multiplier, block_factor<E>(a.format.rule));
     t.decode = divide(1.0f, t.multiplier);
   }
   return t;

@@ -19,6 +19,9 @@
 //       transform before codes_t. largest_bits: fp32 bits that replace an FP8 block multiplier that overflows.
 //   encode(x, blocks?, nan?, amax?, key?, codes, scales, tensor_scale?, FORMAT, eps_bits, largest_bits, row, column, rows, columns)
 //       with blocks (amaxes reduced elsewhere) scales and tensor_scale are written, without they are read. Any strides and origin.
+//   requantize(x, blocks, nan?, amax?, key?, codes, scales, tensor_scale?, kept_tensor_scale?, FORMAT, row, column, rows, columns)
+//       x: float32, what has become of quantized values. scales, kept_tensor_scale: those that they had, from which the new scales and
+//       tensor_scale go on (blockfp/kept_scales.h). blocks, nan, amax: of x. key: two random bytes an element. Any strides and origin.
 //   dequantize(codes, scales, tensor_scale?, out, FORMAT, row, column)
 //       without a tensor_scale formats of two levels have values as with 1.
 //   transpose(in, out, bits, rows, columns)
@@ -86,7 +89,7 @@ void record_amax(TensorView amax, TensorView history) {
 void amax_blocks(TensorView x, TensorView blocks, MaybeTensor nan, MaybeTensor tensor, int64_t element, int64_t block_rows,
                  int64_t block_columns, int64_t rule, int64_t row, int64_t column) {
   const OnDevice on(x, "x");
-  const Format f = checked_format(element, block_rows, block_columns, rule, true);
+  const Format f = checked_format(element, block_rows, block_columns, rule, Scales::kThere, true);
   check(!f.per_tensor(), "a format with one scale per tensor has no block grid: use amax");
   const Matrices m = matrices_of(x, "x");
   const Window w = window_of(f, m.rows, m.columns, row, column, 0, 0);
@@ -104,7 +107,7 @@ void quantize(TensorView x, MaybeTensor amax, MaybeTensor recorded, MaybeTensor 
   const OnDevice on(x, "x");
   QuantizeArguments a{};
   a.x = matrices_of(x, "x");
-  a.format = checked_format(element, block_rows, block_columns, rule, false, true);
+  a.format = checked_format(element, block_rows, block_columns, rule, Scales::kChosen);
   check(!a.format.four_over_six() || !has(codes_t) || a.format.square(),
         "blocks of 1x16 choose between scales (4-over-6) along the rows alone: ask for codes of x.mT");
   check(a.x.column_stride == 1 || x.numel() == 0, "the columns of x must be adjacent, and their stride is ", a.x.column_stride,
@@ -180,13 +183,15 @@ void quantize(TensorView x, MaybeTensor amax, MaybeTensor recorded, MaybeTensor 
   }));
 }
 
-void encode(TensorView x, MaybeTensor blocks, MaybeTensor nan, MaybeTensor amax, MaybeTensor key, TensorView codes,
-            TensorView scales, MaybeTensor tensor_scale, int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule,
-            int64_t eps_bits, int64_t largest_bits, int64_t row, int64_t column, int64_t rows, int64_t columns) {
-  const OnDevice on(x, "x");
-  const Matrices m = matrices_of(x, "x");
-  const Format f = checked_format(element, block_rows, block_columns, rule, true);
-  const Window w = window_of(f, m.rows, m.columns, row, column, rows, columns);
+// What `encode` and `requantize` share.
+EncodeArguments checked_encode(const OnDevice& on, TensorView x, MaybeTensor blocks, MaybeTensor nan, MaybeTensor amax, MaybeTensor key,
+                               TensorView codes, TensorView scales, MaybeTensor tensor_scale, const Format& f, int64_t row, int64_t column,
+                               int64_t rows, int64_t columns) {
+  EncodeArguments a{};
+  a.x = matrices_of(x, "x");
+  a.format = f;
+  const Matrices& m = a.x;
+  const Window w = a.window = window_of(f, m.rows, m.columns, row, column, rows, columns);
   const int64_t count = block_count(f, m.batches, m.rows, m.columns, w.row_phase, w.column_phase);
   check_array(codes, "codes", on.device, m.batches * m.rows * code_row_bytes(f.element, m.columns), 8, "packed codes of x");
   check_array(scales, "scales", on.device, count, f.scale_bits(), "a scale for each block");
@@ -196,16 +201,45 @@ void encode(TensorView x, MaybeTensor blocks, MaybeTensor nan, MaybeTensor amax,
   check_array(tensor_scale, "tensor_scale", on.device, 1, 32, "one float32");
   check(has(tensor_scale) == f.two_levels() && (!f.two_levels() || !has(blocks) || has(amax)),
         "formats of two levels, and no others, have an amax and a tensor_scale");
-  on.done(launch_encode({m, f, w, data_of<uint8_t>(codes), data_of<void>(scales), data_of<const int32_t>(blocks),
-                         data_of<const int32_t>(nan), data_of<const int32_t>(amax), data_of<float>(tensor_scale),
-                         key_of(key, 0, on.device), static_cast<int32_t>(eps_bits), static_cast<int32_t>(largest_bits)},
-                        on.stream));
+  a.codes = data_of<uint8_t>(codes);
+  a.scales = data_of<void>(scales);
+  a.blocks = data_of<const int32_t>(blocks);
+  a.nan = data_of<const int32_t>(nan);
+  a.amax = data_of<const int32_t>(amax);
+  a.tensor_scale = data_of<float>(tensor_scale);
+  a.key = key_of(key, 0, on.device);
+  return a;
+}
+
+void encode(TensorView x, MaybeTensor blocks, MaybeTensor nan, MaybeTensor amax, MaybeTensor key, TensorView codes,
+            TensorView scales, MaybeTensor tensor_scale, int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule,
+            int64_t eps_bits, int64_t largest_bits, int64_t row, int64_t column, int64_t rows, int64_t columns) {
+  const OnDevice on(x, "x");
+  const Format f = checked_format(element, block_rows, block_columns, rule, has(blocks) ? Scales::kMade : Scales::kThere, true);
+  EncodeArguments a = checked_encode(on, x, blocks, nan, amax, key, codes, scales, tensor_scale, f, row, column, rows, columns);
+  a.eps_bits = static_cast<int32_t>(eps_bits);
+  a.largest_bits = static_cast<int32_t>(largest_bits);
+  on.done(launch_encode(a, on.stream));
+}
+
+void requantize(TensorView x, TensorView blocks, MaybeTensor nan, MaybeTensor amax, MaybeTensor key, TensorView codes,
+                TensorView scales, MaybeTensor tensor_scale, MaybeTensor kept_tensor_scale, int64_t element, int64_t block_rows,
+                int64_t block_columns, int64_t rule, int64_t row, int64_t column, int64_t rows, int64_t columns) {
+  const OnDevice on(x, "x");
+  const Format f = checked_format(element, block_rows, block_columns, rule, Scales::kThere, true);
+  EncodeArguments a = checked_encode(on, x, blocks, nan, amax, key, codes, scales, tensor_scale, f, row, column, rows, columns);
+  check(a.x.dtype == Fp32::kId, "x must be float32; it is ", describe(x));
+  check_array(kept_tensor_scale, "kept_tensor_scale", on.device, 1, 32, "one float32");
+  check(has(kept_tensor_scale) == f.two_levels(), "formats of two levels, and no others, have a kept_tensor_scale");
+  a.keeps = true;
+  a.kept_tensor_scale = data_of<const float>(kept_tensor_scale);
+  on.done(launch_encode(a, on.stream));
 }
 
 void dequantize(TensorView codes, TensorView scales, MaybeTensor tensor_scale, TensorView out, int64_t element,
                 int64_t block_rows, int64_t block_columns, int64_t rule, int64_t row, int64_t column) {
   const OnDevice on(out, "out");
-  const Format f = checked_format(element, block_rows, block_columns, rule, true);
+  const Format f = checked_format(element, block_rows, block_columns, rule, Scales::kThere, true);
   const Matrices m = matrices_of(out, "out");
   check(out.IsContiguous(), "out must be contiguous; it is ", describe(out));
   const Window w = window_of(f, m.rows, m.columns, row, column, 0, 0);
@@ -293,6 +327,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(amax_blocks, amax_blocks);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(record_amax, record_amax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize, quantize);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(encode, encode);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(requantize, requantize);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(dequantize, dequantize);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(transpose, transpose);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(interleave, interleave);

@@ -47,10 +47,17 @@ class OnDevice {
 
 inline bool same_device(DLDevice a, DLDevice b) { return a.device_type == b.device_type && a.device_id == b.device_id; }
 
+// What a call does with the scales of a format: it makes them, by 4-over-6 too, or goes by those that are there (or by amaxes alone), whose
+// bytes mean the same whatever rule has made them.
+enum class Scales { kMade, kChosen, kThere };
+
 // The format that four numbers stand for, of those that this library has; `any_row`: also FP8 with a scale for each row of any length.
-inline Format checked_format(int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule, bool any_row = false,
-                             bool chooses = false) {
-  const Format f = format_of(element, block_rows, block_columns, rule, chooses ? ScaleRule::kFourOverSix448Mse : ScaleRule::kE4m3);
+inline Format checked_format(int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule, Scales scales = Scales::kMade,
+                             bool any_row = false) {
+  Format f = format_of(element, block_rows, block_columns, rule);
+  if (scales == Scales::kThere && f.two_levels()) f.rule = ScaleRule::kE4m3;
+  check(!f.four_over_six() || scales == Scales::kChosen, "blocks choose between scales (4-over-6, scale rule ", rule,
+        ") in `quantize` alone");
   const bool fp8 = element <= E5M2::kId && f.rule <= ScaleRule::kPow2;
   const bool mx = f.rule == ScaleRule::kE8m0Ceil || f.rule == ScaleRule::kE8m0Floor;
   const bool known = (fp8 && (block_columns == 0 || block_columns == 128 || (any_row && f.per_row()))) || (mx && block_columns == 32) ||

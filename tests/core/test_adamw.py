@@ -113,19 +113,23 @@ def test_a_second_moment_never_becomes_zero():
 
 
 @pytest.mark.parametrize("store", ["fp8", "bfloat16"])
-def test_a_second_moment_can_fall(store):
-    """0.999 of a moment is nearer to the moment than to the next number that FP8 or bfloat16 has."""
+@pytest.mark.parametrize("beta2", [0.999, 0.9995, 0.9999])
+def test_a_second_moment_can_fall(store, beta2):
+    """0.999 of a moment is nearer to the moment than to the next number that FP8 or bfloat16 has; 0.9999 of one by less than
+    1/512 of the spacing."""
     moment = np.ones((64, 128), np.float32)
     moment[:, 0] = 300.0  # keeps the scale where it is
     steps = 400
     for t in range(1, steps + 1):
-        moment[:, 1:] *= np.float32(0.999)
+        moment[:, 1:] *= np.float32(beta2)
         key = adamw.rounding_key(5, t, 0, adamw.SECOND)
         if store == "fp8":
             moment = adamw.load_fp8(*adamw.store_fp8(moment, second=True, key=key), second=True)
         else:
             moment = adamw.round_to_bfloat16(moment, key).astype(np.float32)
-    assert moment[:, 1:].mean() == pytest.approx(0.999**steps, rel=0.06)
+    # The square root is what FP8 keeps and is right on average; its variance makes the moment some percent larger.
+    log = np.log(moment[:, 1:].astype(np.float64).mean()) / np.log(beta2)
+    assert log == pytest.approx(steps, rel=0.08)
 
 
 def test_bfloat16_at_random_is_right_on_average_and_at_its_edges():

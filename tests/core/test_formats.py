@@ -29,8 +29,9 @@ def test_the_names():
     expected |= {f"{m}{b}{r}" for m in mx for b in ("", "_32x32") for r in ("", "_floor")}
     chosen = ("_4over6", "_4over6_448", "_4over6_mse", "_4over6_448_mse")
     expected |= {f"nvfp4{rule}{b}" for rule in ("", *chosen) for b in ("", "_16x16")}
+    expected.add("nvfp4_guarded")
     assert set(NAMES) == expected
-    assert len(NAMES) == len(FORMATS) == 50
+    assert len(NAMES) == len(FORMATS) == 51
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)

@@ -333,3 +333,18 @@ def test_filter_is_told_its_name():
         convert(1, filter=2)
     with pytest.raises(TypeError, match="unexpected keyword argument 'filters'"):
         convert(1, filters=2)
+
+
+def test_options_of_nvfp4_recipes():
+    """Guarded gradients, and the choice of 4-over-6's authors; all else stays, and so does the name."""
+    plain, guarded = recipes.nvfp4(), recipes.nvfp4(guarded=True)
+    assert str(guarded.gradient.format) == str(guarded.gradient_columnwise.format) == "nvfp4_guarded"
+    back = {"gradient": plain.gradient, "gradient_columnwise": plain.gradient_columnwise}
+    assert guarded != plain
+    assert guarded.replace(**back) == plain
+    assert guarded.gradient_columnwise.rotate
+    assert guarded.gradient.stochastic
+    squared = recipes.nvfp4_4over6(squared_errors=True)
+    assert [str(cast.format) for cast in (squared.input, squared.weight)] == ["nvfp4_4over6_mse", "nvfp4_4over6_mse_16x16"]
+    assert squared.input_columnwise == plain.input_columnwise
+    assert squared.gradient == plain.gradient

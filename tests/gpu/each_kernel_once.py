@@ -53,6 +53,8 @@ def each_cast(prefix):
                         cuda.quantize_both(x, format, key=key)
                 cuda.quantize(x, format, origin=(5, 3))
                 cuda.encode(x, format, q.scales, q.tensor_scale)
+                for key in (None, 3):
+                    cuda.requantize(x.float(), format, q.scales, q.tensor_scale, key=key)
                 cuda.dequantize(*q, format, "bfloat16", columns=shape[1])
                 if format.square:
                     cuda.transpose(q.codes, q.scales, format, columns=shape[1])

@@ -241,7 +241,8 @@ def test_interleave():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("key", [None, 77])
-def test_rotated_columns(dtype, key):
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_guarded"])
+def test_rotated_columns(dtype, key, name):
     from blockfp.definition.rotation import rotate
 
     for kind in ("gaussian", "exponents", "special", "huge", "subnormal"):
@@ -249,9 +250,9 @@ def test_rotated_columns(dtype, key):
             x = sample(kind, shape, dtype)
             with np.errstate(all="ignore"):
                 turned = rotate(swapped(x))
-            got = cuda.quantize_both(to_gpu(x), "nvfp4", key=key, rotate=True)
-            assert_same(got.row, numerics.quantize(x, "nvfp4", key=key), f"{kind} {shape} row")
-            assert_same(got.column, numerics.quantize(turned, "nvfp4", key=key), f"{kind} {shape} column")
+            got = cuda.quantize_both(to_gpu(x), name, key=key, rotate=True)
+            assert_same(got.row, numerics.quantize(x, name, key=key), f"{kind} {shape} row")
+            assert_same(got.column, numerics.quantize(turned, name, key=key), f"{kind} {shape} column")
 
 
 @pytest.mark.parametrize("format", [f for f in WITH_KERNELS if not f.per_row], ids=str)
@@ -340,3 +341,26 @@ def test_refusals():
         cuda.quantize(torch.zeros(2, 2), "mxfp8_e4m3")
     with pytest.raises(ValueError, match="float32"):
         cuda.dequantize(torch.zeros(2, 2, dtype=torch.uint8), None, None, "mxfp8_e4m3", "float64", columns=2)
+
+
+@pytest.mark.parametrize("format", [f for f in FORMATS if f.scale.two_level], ids=str)
+def test_the_library_takes_every_rule_where_scales_are_there_and_refuses_choices_elsewhere(format):
+    """Codes and scales mean the same whatever rule has made the scales; a rule that chooses is never taken for another."""
+    x = sample("gaussian", (64, 128), "bfloat16")
+    g, numbers, library = to_gpu(x), format_numbers(format), cuda_library.library()
+    q = numerics.quantize(x, format)
+    codes, scales, tensor_scale = (torch.tensor(np.asarray(part), device="cuda") for part in q)
+    out = torch.empty((64, 128), dtype=torch.bfloat16, device="cuda")
+    library.dequantize(codes, scales, tensor_scale, out, *numbers, 0, 0)
+    expected = numerics.dequantize(*q, format, "bfloat16", columns=128)
+    assert_same((out, None, None), (expected, None, None), f"{format} dequantize")
+    again = torch.zeros_like(codes)
+    library.encode(g, None, None, None, None, again, scales, tensor_scale, *numbers, 0, 0, 0, 0, 0, 0)
+    assert_same((again, None, None), (numerics.encode(x, format, *q[1:]), None, None), f"{format} encode")
+    found = cuda.amax(g, format)
+    if format.scale.four_over_six:
+        with pytest.raises(ValueError, match="4-over-6"):
+            library.encode(g, *found[:3], None, again, scales, tensor_scale, *numbers, 0, 0, 0, 0, 0, 0)
+    else:
+        library.encode(g, *found[:3], None, again, scales, tensor_scale, *numbers, 0, 0, 0, 0, 0, 0)
+        assert_same((again, scales, tensor_scale), q, f"{format} encode by amaxes")

@@ -40,7 +40,6 @@ CASES = [
     ("nvfp4", (3, 64), 2),
     ("nvfp4", (2, 2, 24), 4),
     ("nvfp4_4over6", (2, 64), 2),
-    ("nvfp4_eden", (2, 256), 2),
     ("mxfp4_rotated", (2, 64), 2),
     (HIGH_PRECISION_BACK, (3, 12), 4),
 ]

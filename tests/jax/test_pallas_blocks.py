@@ -56,7 +56,7 @@ def test_codes_and_scales_of_nvfp4(format):
         multiplier = scaling.nvfp4_multiplier(numerics.amax(x, format).tensor.reshape(1), format)
         tensor_scale = scaling.reciprocal(multiplier).view(np.float32)
         amax, nan = blocks.largest(values, axes[::-1]), blocks.holds_nan(values, axes[::-1])
-        stored, encode = blocks.nvfp4_scales(amax, nan, multiplier.view(np.float32), tensor_scale, on_gpu=False)
+        stored, encode = blocks.nvfp4_scales(amax, nan, multiplier.view(np.float32), tensor_scale, format, on_gpu=False)
         codes = layout.join_blocks(blocks.e2m1_codes(blocks.to_fp32(values), spread(encode), on_gpu=False), x.shape)
         expected = numerics.quantize(x, format)
         same(stored.astype(np.uint8), expected.scales)

@@ -3,6 +3,7 @@
 #include "blockfp/dtypes.h"
 #include "blockfp/elements.h"
 #include "blockfp/hadamard.h"
+#include "blockfp/kept_scales.h"
 #include "blockfp/packing.h"
 #include "blockfp/scales.h"
 #include "blockfp/threefry.h"
@@ -13,8 +14,8 @@ template <class E, ScaleRule R, class T>
 __device__ void one_element(const typename T::Raw* x, int32_t amax, uint64_t index, int32_t* codes, typename T::Raw* values) {
   BlockScale<float> scale;
   if constexpr (R == ScaleRule::kE4m3) {
-    const float multiplier = tensor_multiplier<E>(amax);
-    scale = e4m3_scale<E, float>(amax, multiplier, divide(1.0f, multiplier));
+    const float multiplier = tensor_multiplier<E>(amax, ScaleRule::kE4m3Guarded);
+    scale = e4m3_scale<E, float>(amax, multiplier, divide(1.0f, multiplier), R);
   } else if constexpr (kE8m0Scale<R>) {
     scale = e8m0_scale<E, R, float>(amax);
   } else {
@@ -23,6 +24,13 @@ __device__ void one_element(const typename T::Raw* x, int32_t amax, uint64_t ind
   const float y = multiply(bit_cast<float>(widen<T, float>(*x)), scale.multiplier);
   codes[0] = encode_nearest<E, float>(y);
   codes[1] = encode_stochastic<E, float>(y, random_byte(1, 2, index));
+  codes[1] ^= encode_stochastic<E, float, 16>(y, random_half(1, 2, index));
+  if constexpr (R == ScaleRule::kE4m3) {
+    scale.stored = kept_e4m3_scale<E>(scale.stored, amax, kept_tensor_scale<E>(kOne, amax));
+  } else {
+    scale.stored = kE8m0Scale<R> ? kept_e8m0_scale<E>(scale.stored, amax) : kept_fp32_scale<E>(scale.stored, amax);
+  }
+  scale.multiplier = stored_multiplier(R, scale.stored, 1.0f);
   const float value = multiply(decode<E, float>(codes[0] & 0xFF), decode_scale<R, float>(scale.stored, 1.0f));
   *values = static_cast<typename T::Raw>(narrow<T, float>(canonical<float>(to_bits(value))));
 }

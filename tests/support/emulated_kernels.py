@@ -168,6 +168,19 @@ def encode(
         write(to, part)
 
 
+def requantize(
+    x, blocks, nan, amax, key, codes, scales, tensor_scale, kept_tensor_scale, element, block_rows, block_columns, rule,
+    row, column, rows, columns,
+):  # fmt: skip
+    format = BY_NUMBERS[element, block_rows, block_columns, rule]
+    assert x.dtype is torch.float32
+    place = {"key": _key(key, 0), "origin": (row, column), "shape": _whole((rows, columns)), "amax": Amax(blocks, nan, amax)}
+    kept = None if kept_tensor_scale is None else kept_tensor_scale.reshape(())
+    made = numerics.requantize(x, format, scales, kept, **place)
+    for to, part in zip((codes, scales, tensor_scale), made, strict=True):
+        write(to, part)
+
+
 def dequantize(codes, scales, tensor_scale, out, element, block_rows, block_columns, rule, row, column):
     format = BY_NUMBERS[element, block_rows, block_columns, rule]
     if format.scale.two_level:
@@ -275,7 +288,20 @@ def quantize_normed(x, weight, scales, amax, recorded, c, s, t, c_t, s_t, t_t, n
 
 
 FUNCTIONS = (
-    *(amax, record_amax, newest_amaxes, update_scales, amax_blocks, quantize, encode, dequantize, transpose, fold_keys, align),
+    *(
+        amax,
+        record_amax,
+        newest_amaxes,
+        update_scales,
+        amax_blocks,
+        quantize,
+        encode,
+        requantize,
+        dequantize,
+        transpose,
+        fold_keys,
+        align,
+    ),
     *(quantize_aligned, quantize_gated, quantize_gated_aligned, activation, activation_gradient),
     *(rms_norm, quantize_normed),
 )

@@ -73,8 +73,11 @@ def decode(codes: np.ndarray, element: str) -> np.ndarray:
     return np.where(codes & sign_bit, -1.0, 1.0) * np.array(table)[magnitude]
 
 
-def to_element(y: np.ndarray, element: str, u: np.ndarray | None = None) -> np.ndarray:
-    """Codes of float64 values (exactly the number to round), by looking for the neighbours in the table."""
+def to_element(y: np.ndarray, element: str, u: np.ndarray | None = None, width: int = 1) -> np.ndarray:
+    """Codes of float64 values (exactly the number to round), by looking for the neighbours in the table.
+
+    `u` are random numbers of `width` bytes.
+    """
     table = values(element)
     magnitude = np.minimum(np.abs(np.nan_to_num(y, nan=0.0, posinf=1e300, neginf=-1e300)), table[-1])
     below = np.searchsorted(table, magnitude, side="right") - 1
@@ -84,7 +87,7 @@ def to_element(y: np.ndarray, element: str, u: np.ndarray | None = None) -> np.n
         up = (magnitude > middle) | ((magnitude == middle) & (below % 2 == 1))
     else:
         gap = np.where(above > below, table[above] - table[below], 1.0)
-        up = (magnitude - table[below]) / gap + (2 * u + 1) / 512 >= 1
+        up = (magnitude - table[below]) / gap + (2 * u + 1) / (2 * 256**width) >= 1
     code = np.where(up, above, below)
     if element == "int8":
         code = np.where(np.signbit(y), -code, code) & 0xFF
@@ -157,10 +160,11 @@ def quantize(x: np.ndarray, name: str, *, u: np.ndarray | None = None, eps: floa
     grid = (1,) * x.ndim if block is None else (*x.shape[:-2], -(-x.shape[-2] // block[0]), -(-x.shape[-1] // block[1]))
     scales = np.ones(grid, np.float32 if rule in ("fp32", "pow2") else np.uint8)
     tensor_scale = None
-    if rule == "nvfp4" or rule.startswith("4over6"):
+    if rule in ("nvfp4", "guarded") or rule.startswith("4over6"):
         amax = tensor_amax = largest_magnitude(x)
-        bound = 448 if rule == "nvfp4" or "448" in rule else 256
-        global_multiplier = 1.0 if amax == 0 or np.isinf(amax) else float(min(div32(bound * 6.0, amax), FP32_MAX))
+        bound = 256 if rule in ("4over6", "4over6_mse") else 448
+        mapped_to = 96 / 17 if rule == "guarded" else 6.0
+        global_multiplier = 1.0 if amax == 0 or np.isinf(amax) else float(min(div32(bound * mapped_to, amax), FP32_MAX))
         tensor_scale = np.float32(div32(1.0, global_multiplier))
     amax, nan = np.zeros(grid), np.zeros(grid, bool)
     for index, where in blocks_of(x.shape, block):
@@ -171,8 +175,8 @@ def quantize(x: np.ndarray, name: str, *, u: np.ndarray | None = None, eps: floa
         if rule == "pow2":
             multiplier = 2.0 ** (np.frexp(multiplier)[1] - 1)
         scales[...] = div32(1.0, multiplier)
-    elif rule == "nvfp4":
-        level = mul32(amax, mul32(global_multiplier, fp32(1 / 6)))
+    elif rule in ("nvfp4", "guarded"):
+        level = mul32(amax, mul32(global_multiplier, fp32(1 / mapped_to)))
         scales[...] = to_element(np.minimum(level, FP32_MAX), "e4m3")
         decode_scale = mul32(decode(scales, "e4m3"), tensor_scale)
         multiplier = np.minimum(div32(1.0, decode_scale), FP32_MAX)
@@ -265,10 +269,69 @@ def threefry(key: tuple[int, int], counter: int) -> bytes:
     return x0.to_bytes(4, "little") + x1.to_bytes(4, "little")
 
 
-def random_bytes(key: tuple[int, int], first: int, count: int) -> np.ndarray:
-    """The random bytes of elements first .. first + count."""
-    stream = b"".join(threefry(key, i) for i in range(first >> 3, ((first + count - 1) >> 3) + 1))
-    return np.frombuffer(stream, np.uint8)[first & 7 :][:count].astype(np.int64)
+def random_bytes(key: tuple[int, int], first: int, count: int, width: int = 1) -> np.ndarray:
+    """The random bytes of elements first .. first + count, `width` of each as one number."""
+    served = 8 // width
+    stream = b"".join(threefry(key, i) for i in range(first // served, (first + count - 1) // served + 1))
+    return np.frombuffer(stream, f"<u{width}")[first % served :][:count].astype(np.int64)
+
+
+def kept_scale(scale: float, amax: float, *largest: float) -> float:
+    """The decode scale of a block that had `scale`, once its amax is another: times the power of two nearest to 1 that fits.
+
+    The scale times each of `largest` is what has to reach amax.
+    """
+    if not 0 < scale < np.inf:
+        scale = 1.0
+    if amax == 0 or np.isinf(amax):
+        return scale
+    top = scale
+    for factor in largest:
+        top = float(mul32(factor, top))
+    top, amax, k = Fraction(top), Fraction(amax), 0
+    while top * Fraction(2) ** k < amax:
+        k += 1
+    while top * Fraction(2) ** k >= 4 * amax:
+        k -= 1
+    return scale * 2.0**k
+
+
+def requantize(x: np.ndarray, name: str, scales: np.ndarray, tensor_scale: float | None, u: np.ndarray):
+    """(codes one a byte, scales, tensor scale) of float32 values that had other scales; u has two random bytes each."""
+    element, block, rule = describe(name)
+    codes, new = np.zeros(x.shape, np.uint8), scales.copy()
+    e4m3 = decode(np.arange(0x7F), "e4m3")
+    new_tensor, moved = tensor_scale, 1.0
+    if tensor_scale is not None:
+        new_tensor = max(kept_scale(tensor_scale, largest_magnitude(x), 240.0, MAX[element]), 2.0**-126)
+        moved = new_tensor / tensor_scale
+    for at, where in blocks_of(x.shape, block):
+        part, old = x[where], scales[at]
+        amax, nan = largest_magnitude(part), bool(np.isnan(part).any()) and element not in OWN_NAN
+        if tensor_scale is not None:
+            byte = 0x38 if old in (0, 0x7F) else int(old)
+            decoded = float(mul32(e4m3[byte], tensor_scale))
+            wanted = e4m3[byte] * kept_scale(decoded, amax, MAX[element]) / decoded / moved
+            while wanted not in e4m3:  # a power of two that loses no bit
+                wanted *= 2
+            new[at] = 0 if old == 0 and amax == 0 else int(np.searchsorted(e4m3, wanted))
+            new[at] = 0x7F if nan else new[at]
+            decoded = float(mul32(decode(new[at].reshape(1), "e4m3")[0], new_tensor))
+        elif scales.dtype == np.uint8:
+            byte = 127 if old == 0xFF else int(old)
+            wanted = kept_scale(2.0 ** (byte - 127), amax, MAX[element])
+            byte = int(np.clip(np.log2(wanted) + 127, 0, 254))
+            new[at], decoded = (0xFF if nan else byte), 2.0 ** (min(0xFF if nan else byte, 254) - 127)
+        else:
+            decoded = new[at] = max(kept_scale(float(old), amax, MAX[element]), min(float(old), 2.0**-126))
+        if rule in ("ceil", "floor"):
+            y = part.astype(np.float64) / decoded
+        else:
+            decoded = FP32_MAX if np.isnan(decoded) else float(decoded)
+            with np.errstate(divide="ignore"):
+                y = mul32(part, min(float(div32(1.0, decoded)), FP32_MAX))
+        codes[where] = to_element(y, element, u[where], 2)
+    return codes, new, new_tensor
 
 
 def hadamard(x: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import two_pass_kernels
-from adamw_parameters import FAMILIES, assert_quantizes, give_gradients, mixed, values_of, weight
+from adamw_parameters import assert_quantizes, give_gradients, mixed, values_of, weight
 from arrays import tensors_of, values
 from blockfp.torch_backend.weights.cast_weight import CastWeight
 from counted import alone, of_blockfp, profiled
@@ -14,7 +14,6 @@ from held_formats import FORMATS
 from torch import nn
 
 import blockfp.torch as bfp
-from blockfp.definition import adamw, numerics
 from blockfp.kernels import native, switch
 
 # Of the largest weight: torch rounds a few operations in another order.
@@ -133,49 +132,6 @@ def test_grad_scaler(capturable, route):
     for p, q in zip(params, plain, strict=True):
         assert torch.equal(values_of(optimizer, p), values_of(reference, q))
         assert optimizer.state[p]["step"].item() == 2
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_without_masters_steps_are_right_on_average(name, route):
-    """A step far below the spacing of the codes is taken by as many codes as it takes."""
-    p = weight((64, 512), name)
-    values = p.detach().dequantize()
-    optimizer = bfp.AdamW([p], lr=1e-3, weight_decay=0.0, master=None, key=9)
-    p.grad = torch.ones(p.shape)
-    for _ in range(20):
-        optimizer.step()
-    assert "master" not in optimizer.state[p]
-    moved = (p.detach().dequantize() - values).mean().item()
-    # Each step is -1e-3. The variance of its rounding is a quarter of the spacing squared at most; 6 deviations.
-    spacing = 0.5 if p.format.element.bits == 4 else 0.25
-    assert moved == pytest.approx(-20e-3, abs=6 * spacing / 2 * (20 / p.numel()) ** 0.5)
-
-
-def test_without_a_master_a_bfloat16_parameter_rounds_stochastically(route):
-    p = nn.Parameter(torch.ones(64, 512, dtype=torch.bfloat16))
-    optimizer = bfp.AdamW([p], lr=1e-4, weight_decay=0.0, master=None, key=1)
-    p.grad = -torch.ones_like(p)
-    for _ in range(20):
-        optimizer.step()
-    assert p.detach().float().mean().item() == pytest.approx(1 + 20e-4, rel=2e-4)
-    with pytest.raises(ValueError, match="float16 ones need a master"):
-        bfp.AdamW([nn.Parameter(torch.ones(2, 2, dtype=torch.float16))], master=None)
-
-
-def test_stochastic_weights_use_the_key_of_the_step():
-    p = weight((32, 64), "mxfp8_e4m3_32x32")
-    start = p.detach().dequantize()
-    bfp.AdamW([p], lr=1e-2, master=None, key=77)
-    optimizer = bfp.AdamW([nn.Parameter(torch.zeros(1)), p], lr=1e-2, master=None, key=77)
-    p.grad = values(p.shape, 1)
-    optimizer.step()
-    zeros = torch.zeros_like(start)
-    c = adamw.coefficients(1, 1e-2, (0.9, 0.999), 1e-8, 1e-2)
-    moved, _, _ = adamw.update(start, zeros, zeros, p.grad, c)
-    key = adamw.rounding_key(77, 1, 1, adamw.WEIGHT)
-    expected = numerics.quantize(moved, p.format, key=key)
-    assert torch.equal(p.codes, expected.codes)
-    assert torch.equal(p.scales, expected.scales)
 
 
 def test_gradients_of_any_kind():

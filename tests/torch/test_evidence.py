@@ -4,9 +4,12 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
+import scipy.stats
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import evidence
@@ -89,6 +92,10 @@ def test_a_list_of_runs_in_pieces(tmp_path, monkeypatch, in_this_process, capsys
         evidence.add(found, dict(found["runs"][0], common=dict(found["common"], tokens=1)))
     command(monkeypatch, "show", results)
     printed = capsys.readouterr().out
+    assert [len(run["held_out_rows"]) for run in found["runs"]] == [16] * 4
+    kept = json.loads((runs / "mxfp4-0" / "result.json").read_text())
+    assert kept["common"] == found["common"]
+    assert dict(kept, common=None) == dict(found["runs"][2], common=None)
     assert f"| bf16 | 2 | {(found['runs'][0]['held_out_loss'] + found['runs'][1]['held_out_loss']) / 2:.4f} | ± " in printed
     assert "not run" in printed
 
@@ -116,16 +123,86 @@ def results_of(**losses):
     [
         ([1.7, 1.8], "confirmed: -0.3000 is outside ± 0.2828"),
         ([2.3, 2.4], "contradicted: +0.3000 is outside ± 0.2828"),
-        ([2.0, 2.2], "open: +0.0500 is within ± 0.2828"),
-        ([], "open"),
+        ([2.0, 2.2], "not decided: +0.0500 is within ± 0.2828"),
+        ([], "not decided"),
     ],
 )
-def test_verdicts(fours, said):
-    """Beside a spread of sqrt(0.02) = 0.1414 between seeds."""
-    table = evidence.table_of_order(results_of(bf16=[1.9, 2.1], nvfp4=[2.0, 2.1], nvfp4_4over6=fours))
-    (row,) = [row for row in table.splitlines() if row.startswith("| 4-over-6")]
-    assert row.split(" | ")[2] == said
+def test_verdicts_without_an_interval(fours, said):
+    """Beside a spread of sqrt(0.02) = 0.1414 between seeds of bf16."""
+    change = [a - b for a, b in zip(fours, [2.0, 2.1], strict=False)]
+    assert evidence.verdict(change, evidence.spread({0: {"held_out_loss": 1.9}, 1: {"held_out_loss": 2.1}})) == said
+
+
+@pytest.mark.parametrize(
+    ("fours", "said"),
+    [
+        ([1.7, 1.8, 1.82], "confirmed"),
+        ([2.3, 2.42, 2.4], "contradicted"),
+        ([2.0, 2.2, 2.0], "not decided"),
+        ([2.6], "contradicted"),
+        ([2.1], "not decided"),
+    ],
+)
+def test_verdicts_by_intervals(fours, said):
+    """Student's, as scipy has it; a single run has the variance of those with several seeds."""
+    results = results_of(bf16=[1.9, 2.1, 2.0], nvfp4=[2.0, 2.1, 2.11], nvfp4_4over6=fours)
+    table = evidence.table_of_order(results)
+    (row,) = [row for row in table.splitlines() if row.startswith("| 4-over-6 better")]
+    change, found = np.subtract(fours, [2.0, 2.1, 2.11][: len(fours)]), evidence.interval(results, "nvfp4_4over6", "nvfp4")
+    assert row.split(" | ")[2] == f"{said}: {found}"
     assert row.endswith("| weight +1.50 |")
+    # Of nvfp4 beside bf16, where there is one difference alone.
+    deviation = np.std(change if len(fours) > 1 else [0.1, 0.0, 0.11], ddof=1)
+    assert found.half == pytest.approx(scipy.stats.t.ppf(0.975, 2) * deviation / len(fours) ** 0.5, rel=1e-3)
+    assert found.mean == pytest.approx(change.mean())
+
+
+def test_intervals_know_the_rows():
+    """Two seeds that differ by nothing but the rows: their mean has the standard error of a paired test over rows."""
+    rng = np.random.default_rng(0)
+    rows, change = 2 + rng.standard_normal(200), 0.01 + 0.02 * rng.standard_normal(200)
+    results = results_of(bf16=[rows.mean()] * 2, nvfp4=[(rows + change).mean()] * 2)
+    for run in results["runs"]:
+        run["held_out_rows"] = (rows if run["recipe"] == "bf16" else rows + change).tolist()
+    found = evidence.interval(results, "nvfp4", "bf16")
+    assert found.mean == pytest.approx(change.mean())
+    assert found.half == pytest.approx(12.706 * change.std(ddof=1) / 200**0.5, rel=1e-3)
+    assert not found.decided
+    for run in results["runs"]:
+        run |= {"tokens_per_second": None, "mfu": None}
+    assert f"| {found} | not decided |" in evidence.table_of_losses(results)
+    # Losses of rows scatter by 1, and their differences by a fiftieth of that.
+    assert found.half < 12.706 / 200**0.5 / 40
+
+
+def test_several_runs_at_a_time(tmp_path, monkeypatch):
+    """As many as asked for, no more; each writes its own file; what fails is raised when the others are done."""
+    running, most, gate = [], [], threading.Barrier(2)
+
+    def run(command, check):
+        folder, recipe = Path(command[2]), command[command.index("--recipe") + 1]
+        running.append(recipe)
+        most.append(len(running))
+        if recipe in ("bf16", "mxfp8+master_none"):
+            gate.wait(timeout=60)
+        folder.mkdir(parents=True)
+        about = {"recipe": recipe, "seed": 0, "steps": 1, "size": "tiny", "parameters": 1, "tokens": 1, "batch": 1, "text": "x"}
+        sitting = dict.fromkeys(("device", "ranks", "threads", "compile", "torch", "blockfp", "python", "date"))
+        (folder / "run.json").write_text(json.dumps(about | {"sittings": [sitting]}))
+        line = {"step": 1, "tokens": 1, "loss": 2.0, "held_out_loss": 2.0, "held_out_rows": [2.0], "sqnr": {}}
+        (folder / "metrics.jsonl").write_text(json.dumps(line | {"tokens_per_second": None, "mfu": None}) + "\n")
+        running.remove(recipe)
+        if recipe == "mxfp8":
+            raise subprocess.CalledProcessError(1, command)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    listed = ["--runs", "bf16", "mxfp8+master_none", "mxfp8", "nvfp4+guarded", "--results", tmp_path / "r.json"]
+    with pytest.raises(subprocess.CalledProcessError):
+        command(monkeypatch, "run", tmp_path, *listed, "--parallel", "2")
+    assert max(most) == 2
+    found = {run["recipe"] for run in evidence.read_results(tmp_path / "r.json")["runs"]}
+    assert found == {"bf16", "mxfp8+master_none", "nvfp4+guarded"}
+    assert (tmp_path / "nvfp4+guarded-0" / "result.json").exists()
 
 
 def test_the_page_has_the_tables_of_its_results():

@@ -16,6 +16,7 @@ import pretrain_metrics
 import pretrain_model
 import pretrain_text
 
+import blockfp.torch as bfp
 from blockfp import recipes
 
 LIMIT = 300_000
@@ -79,6 +80,8 @@ def test_it_learns_and_says_what_it_measures(nvfp4):
     assert [line["step"] for line in found] == list(range(2, STEPS + 1, 2))
     assert found[-1]["held_out_loss"] < found[0]["loss"] - 1
     assert [line["step"] for line in found if "held_out_loss" in line] == [6, 12]
+    assert [len(line.get("held_out_rows", ())) for line in found] == [0, 0, 0, 0, 0, 16]
+    assert np.mean(found[-1]["held_out_rows"]) == pytest.approx(found[-1]["held_out_loss"], abs=1e-5)
     observed = [line["sqnr"] for line in found if line["sqnr"]]
     assert len(observed) == 3
     for sqnr in observed:
@@ -115,7 +118,7 @@ def test_a_run_goes_on_on_two_ranks(nvfp4, text, tmp_path, monkeypatch):
     gloo.run(2, __file__, "on_two_ranks")
     whole, found = lines(nvfp4), lines(folder)
     assert [line["step"] for line in found] == [line["step"] for line in whole]
-    for key in ("loss", "held_out_loss"):
+    for key in ("loss", "held_out_loss", "held_out_rows"):
         ours, theirs = ([line[key] for line in each if key in line] for each in (found, whole))
         np.testing.assert_allclose(ours, theirs, rtol=0.02)
     assert [sitting["ranks"] for sitting in json.loads((folder / "run.json").read_text())["sittings"]] == [1, 2, 2]
@@ -194,6 +197,34 @@ def test_intervals_that_do_not_fit(tmp_path, capsys):
     with pytest.raises(SystemExit):
         pretrain.parsed([str(tmp_path), "--log-every", "10", "--save-every", "15"])
     assert "--save-every must be a multiple of --log-every, which is 1 or more; got 15 and 10" in capsys.readouterr().err
+
+
+def test_names_of_runs():
+    """What stands behind a recipe's name goes to the recipe, the model or the optimizer."""
+    assert pretrain_model.recipe_of("nvfp4+guarded") == recipes.nvfp4(guarded=True)
+    assert pretrain_model.recipe_of("nvfp4_4over6+squared") == recipes.nvfp4_4over6(squared_errors=True)
+    assert pretrain_model.recipe_of("torchao") is pretrain_model.recipe_of("bf16+moments_fp8") is None
+    assert pretrain_model.arguments_of("torchao", "build") == {"torchao": True}
+    assert pretrain_model.arguments_of("mxfp8+master_none+moments_fp8", "optimizer") == {"master": None, "moments": "fp8"}
+    with pytest.raises(ValueError, match=r"option 'ende' is not known; choose of guarded"):
+        pretrain_model.recipe_of("mxfp8+ende")
+    with pytest.raises(TypeError, match="guarded"):
+        pretrain_model.recipe_of("mxfp8+guarded")
+    size = pretrain_model.SIZES["3m"]
+    how = {"shard": False, "compiled": False, **pretrain_model.arguments_of("mxfp8+ends", "build")}
+    model = pretrain_model.build(size, recipes.mxfp8(), 0, torch.device("cpu"), **how)
+    kinds = {name: isinstance(layer, bfp.Linear) for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)}
+    assert kinds == {name: name.startswith(("blocks.1.", "blocks.2.")) for name in kinds}
+
+
+@pytest.mark.parametrize("name", ["mxfp8+master_none", "nvfp4+guarded+moments_fp8"])
+def test_runs_with_options(name, text, tmp_path):
+    finished, training = sitting(options(tmp_path / "run", text, name))
+    assert finished
+    (state,) = {frozenset(state) for p, state in training.optimizer.state.items() if isinstance(p, bfp.QuantizedTensor)}
+    assert ("master" in state, "exp_avg_scales" in state) == ("master_none" not in name, "fp8" in name.partition("moments")[2])
+    found = lines(tmp_path / "run")
+    assert found[-1]["held_out_loss"] < found[0]["loss"] - 0.5
 
 
 def test_recipes_with_ocps_rule():

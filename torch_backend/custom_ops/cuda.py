@@ -20,7 +20,7 @@ from blockfp.definition.rounding import key_words
 from blockfp.formats import Format
 from blockfp.kernels import switch
 from blockfp.kernels.cuda_library import library
-from blockfp.kernels.format_numbers import format_numbers, largest_multiplier, stored_numbers
+from blockfp.kernels.format_numbers import format_numbers, largest_multiplier
 
 from .allocation import maker
 
@@ -99,8 +99,11 @@ def amax(x: Array, format: Format | str, *, origin: Origin = (0, 0)) -> Amax:
         return Amax(blocks, None, None)
     nan = None if format.element.has_nan else x.new_empty(grid, dtype=torch.int32)
     tensor = x.new_empty((), dtype=torch.int32) if format.scale.two_level else None
-    library().amax_blocks(stack_of(x), blocks, nan, tensor, *stored_numbers(format), *origin)
+    library().amax_blocks(stack_of(x), blocks, nan, tensor, *format_numbers(format), *origin)
     return Amax(blocks, nan, tensor)
+
+
+_amax_of = amax  # where an argument has its name
 
 
 def quantize(
@@ -269,9 +272,40 @@ def encode(
     codes = x.new_empty(layout.codes_shape(x.shape, format), dtype=torch.uint8)
     library().encode(
         stack_of(x), None, None, None, key_beside(key, x), codes, scales.contiguous(), tensor_scale,
-        *stored_numbers(format), 0, 0, *origin, *(shape or (0, 0)),
+        *format_numbers(format), 0, 0, *origin, *(shape or (0, 0)),
     )  # fmt: skip
     return codes
+
+
+def requantize(
+    x: Array,
+    format: Format | str,
+    scales: Array,
+    tensor_scale: Array | None = None,
+    *,
+    key: Any = None,
+    origin: Origin = (0, 0),
+    shape: tuple[int, int] | None = None,
+    amax: Amax | None = None,
+) -> Quantized:
+    """Quantizes a float32 CUDA tensor with scales that go on from those it had; see `numerics.requantize`."""
+    check_input_on_device(x)
+    format = Format.parse(format)
+    check_beside(x, "x", scales=scales, tensor_scale=tensor_scale)
+    check_scales(scales, tensor_scale, x.shape, format, origin)
+    if amax is None:
+        amax = _amax_of(x, format, origin=origin)
+    check_beside(x, "x", **{f"amax.{field}": part for field, part in amax._asdict().items()})
+    codes = x.new_empty(layout.codes_shape(x.shape, format), dtype=torch.uint8)
+    new = Quantized(
+        codes, scales.clone(memory_format=torch.contiguous_format), None if tensor_scale is None else tensor_scale.clone()
+    )
+    blocks, nan, tensor = (None if part is None else part.contiguous() for part in amax[:3])
+    library().requantize(
+        stack_of(x), blocks, nan, tensor, key_beside(key, x), *new, tensor_scale, *format_numbers(format), *origin,
+        *(shape or (0, 0)),
+    )  # fmt: skip
+    return new
 
 
 def dequantize(
@@ -292,7 +326,7 @@ def dequantize(
     check_codes(codes, columns, format)
     check_scales(scales, tensor_scale, shape, format, origin)
     out = codes.new_empty(shape, dtype=getattr(torch, dtype))
-    library().dequantize(codes.contiguous(), scales.contiguous(), tensor_scale, out, *stored_numbers(format), *origin)
+    library().dequantize(codes.contiguous(), scales.contiguous(), tensor_scale, out, *format_numbers(format), *origin)
     return out
 
 

@@ -12,7 +12,7 @@ from blockfp.definition import numerics
 from blockfp.definition.checks import check_codes, check_output_dtype, check_scales
 from blockfp.formats import Format
 from blockfp.kernels import native, switch
-from blockfp.kernels.format_numbers import DTYPE_NUMBERS, stored_numbers
+from blockfp.kernels.format_numbers import DTYPE_NUMBERS, format_numbers
 
 from . import cuda
 from .allocation import maker
@@ -65,7 +65,7 @@ def plan_of(parts: Sequence[Tensor], format: Format, dtype: torch.dtype, columns
     check_output_dtype(name)
     check_codes(codes, columns, format)
     check_scales(scales, tensor_scale, shape, format, origin)
-    numbers, device = (*stored_numbers(format), *origin), codes.device
+    numbers, device = (*format_numbers(format), *origin), codes.device
 
     def on_the_device(codes: Tensor, scales: Tensor, tensor_scale: Tensor | None) -> Tensor:
         out = new()

@@ -16,7 +16,7 @@ from . import cuda
 
 
 def kernels_for(x: Tensor) -> Any:
-    """Returns the fastest module for x's device, with the functions `amax`, `quantize` and `dequantize` of the definition."""
+    """Returns the fastest module for x's device, with `amax`, `quantize`, `requantize` and `dequantize` of the definition."""
     if type(x) is FakeTensor:
         return numerics
     found = _kernels.get(x.device)

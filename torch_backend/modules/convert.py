@@ -82,8 +82,9 @@ def convert(
         model: any module, on the meta device too.
         recipe: a `Recipe`, its name, or a function from the layer's path ("layers.0.up", without the names of torch.compile's
             and other wrappers) to one of these, or to None for a layer that stays as it is (`blockfp.recipes.by_operand` makes
-            one of a function that gives formats); or a mapping of patterns of paths to these, `{"^head$": None, "down": "mxfp8", "": "nvfp4"}`. Patterns are regular expressions,
-            of which the first that is found in the path counts; layers where none is stay as they are.
+            one of a function that gives formats); or a mapping of patterns of paths to these, `{"^head$": None,
+            "down": "mxfp8", "": "nvfp4"}`. Patterns are regular expressions, of which the first that is found in the path
+            counts; layers where none is stay as they are.
         filter_fn: called with path and layer, or with layer and path where its parameters' names say so, as torchao's
             `(module, fqn)`; False leaves the layer as it is.
         weights, compute, keep_init: see `Linear`.

@@ -54,8 +54,8 @@ _WRITERS = (
 )
 
 _SENDERS = (
-    "blockfp.torch.parallelize cuts weights over a tensor-parallel mesh (torch's parallelize_module doesn't); fully_shard shards "
-    "them",
+    "blockfp.torch.parallelize cuts weights over a tensor-parallel mesh (torch's parallelize_module doesn't); fully_shard "
+    "shards them",
 )
 
 _STACKS_OF_WEIGHTS = (

@@ -33,7 +33,7 @@ class WeightShard(NamedTuple):
         step: its quantization, from the plan.
         groups: from each mesh axis that the step reduces over to the name of its process group.
         nominal: name of the weight's nominal dtype.
-        key: of stochastic rounding, or None.
+        key: of stochastic rounding of a weight without a master, whose scales go on from those of `out`; or None.
         out: codes, scales and tensor scale to write into; None makes new ones.
     """
 
@@ -66,20 +66,23 @@ def quantize_weights(shards: Sequence[WeightShard]) -> list[Quantized]:
 
 def _quantized(shard: WeightShard, amax: Amax | None) -> Quantized:
     kernels, out = kernels_for(shard.values), shard.out
-    options: dict[str, Any] = {
-        "key": shard.key,
-        "nominal": shard.nominal,
-        "origin": shard.step.origins[0],
-        "shape": shard.step.shape,
-        "amax": amax,
-    }
+    options: dict[str, Any] = {"origin": shard.step.origins[0], "shape": shard.step.shape, "amax": amax}
     format = Format.parse(shard.step.format)
+    if shard.key is not None:
+        assert out is not None
+        made = kernels.requantize(shard.values, format, out.scales, out.tensor_scale, key=shard.key, **options)
+        return _written(out, made)
+    options["nominal"] = shard.nominal
     if out is None:
         return kernels.quantize(shard.values, format, **options)
     if kernels is cuda and all(part is None or part.is_contiguous() for part in out):
         cuda.quantize(shard.values, format, **options, out=out)
         return out
-    for part, new in zip(out, kernels.quantize(shard.values, format, **options), strict=True):
+    return _written(out, kernels.quantize(shard.values, format, **options))
+
+
+def _written(out: Quantized, made: Quantized) -> Quantized:
+    for part, new in zip(out, made, strict=True):
         if part is not None:
             part.copy_(new)
     return out

@@ -31,7 +31,8 @@ def requantize_(params: Sequence[Tensor], values: Sequence[Tensor], *, keys: Seq
         params: quantized tensors, or DTensors of them.
         values: float32, float16 or bfloat16; for each parameter what this rank holds of it, as a local tensor or as a DTensor
             placed alike.
-        keys: for each parameter None, or a key for stochastic rounding.
+        keys: for each parameter None, or a key for stochastic rounding: of one without a master, whose scales then go on from
+            those that it has (`definition.kept_scales`). Its values are float32.
 
     Raises:
         TypeError: a parameter is not quantized.

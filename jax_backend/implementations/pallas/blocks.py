@@ -220,7 +220,9 @@ def e2m1_codes(x: Array, multiplier: Array, *, on_gpu: bool) -> Array:
     return code if on_gpu else xp.where(_is_nan(x), 7, code)
 
 
-def nvfp4_scales(amax: Array, nan: Array, multiplier: Array, tensor_scale: Array, *, on_gpu: bool) -> tuple[Array, Array]:
+def nvfp4_scales(
+    amax: Array, nan: Array, multiplier: Array, tensor_scale: Array, format: Format, *, on_gpu: bool
+) -> tuple[Array, Array]:
     """(stored E4M3 scale as int32, multiplier as float32) of NVFP4 blocks.
 
     Args:
@@ -228,10 +230,12 @@ def nvfp4_scales(amax: Array, nan: Array, multiplier: Array, tensor_scale: Array
         nan: whether the block holds a NaN.
         multiplier: float32, the tensor's multiplier, of amax's shape or a scalar.
         tensor_scale: float32 reciprocal of it.
+        format: whose blocks these are.
         on_gpu: as for `codes`.
     """
     xp = array_namespace(amax)
-    narrow = codes(amax.view(xp.float32), multiplier * _fp32(1 / E2M1.max), E4M3, on_gpu=on_gpu)
+    factor = multiplier * _fp32(1 / (E2M1.max * format.scale.guard))
+    narrow = codes(amax.view(xp.float32), factor, E4M3, on_gpu=on_gpu)
     decode = e4m3_values(narrow) * tensor_scale
     pattern = decode.view(xp.int32)
     inverse = divide(bits.ONE, xp.where(pattern == 0, bits.ONE, pattern))

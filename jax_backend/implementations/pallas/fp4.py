@@ -49,7 +49,7 @@ def quantize(x: jax.Array, multiplier: jax.Array, tensor_scale: jax.Array, forma
         pair = _load_pair(words, at, layout, x.dtype)
         amax = jnp.maximum(*(blocks.largest(values, axes) for values in pair))
         nan = blocks.holds_nan(pair[0], axes) | blocks.holds_nan(pair[1], axes)
-        stored, encode = blocks.nvfp4_scales(amax, nan, multiplier[0], tensor_scale[0], on_gpu=mosaic.on_gpu())
+        stored, encode = blocks.nvfp4_scales(amax, nan, multiplier[0], tensor_scale[0], format, on_gpu=mosaic.on_gpu())
         encode = mosaic.spread(encode, pair[0].shape, spread, layout)
         low, high = (blocks.e2m1_codes(values, encode, on_gpu=mosaic.on_gpu()) for values in pair)
         mosaic.store(codes, at, (low | (high << 4)).astype(jnp.uint8))

@@ -168,9 +168,9 @@ __device__ __forceinline__ void step_tile(const StepEntry& e, const StepCoeffici
   p.count = static_cast<int>(max(min(e.columns - p.column, int64_t{4}), int64_t{0}));
   const bool still = c.still(), wide_gradient = e.gradient_dtype == Fp32::kId;
   const int64_t moment_blocks = (e.columns + kMomentBlock - 1) / kMomentBlock;
-  const bool eights = ((e.total_columns | e.first_column) & 7) == 0;
-  [[maybe_unused]] Words<uint32_t> key{};
-  if constexpr (M != Moments::kFp32) key = key_of(e, threadIdx.x % 2 == 0 ? kRoundFirst : kRoundSecond);
+  const bool fours = ((e.total_columns | e.first_column) & 3) == 0;
+  [[maybe_unused]] MomentKeys keys{};
+  if constexpr (M != Moments::kFp32) keys = {key_of(e, kRoundFirst), key_of(e, kRoundSecond)};
   int32_t most = 0;
   bool nan = false;
 #pragma unroll 1
@@ -206,7 +206,7 @@ __device__ __forceinline__ void step_tile(const StepEntry& e, const StepCoeffici
 #pragma unroll
       for (int i = 0; i < 4; ++i) adamw_step<float>(w.x[i], m.x[i], v.x[i], g.x[i], c);
       RandomPair random{};
-      if constexpr (M != Moments::kFp32) random = random_pair(e, key, e.random_index(batch, row + r, p.column), eights);
+      if constexpr (M != Moments::kFp32) random = random_pair(keys, e.random_index(batch, row + r, p.column), fours);
       store_raw<kBytes, Vectors>(e.first, at, p.count, kept_moment<M, false>(m, random.first, first_scale[k]));
       store_raw<kBytes, Vectors>(e.second, at, p.count, kept_moment<M, true>(v, random.second, second_scale[k]));
       if constexpr (M == Moments::kFp8) {

@@ -12,30 +12,38 @@ __device__ __forceinline__ Words<uint32_t> key_of(const StepEntry& e, uint32_t w
   return rounding_key(e.key0, e.key1, static_cast<uint32_t>(step), e.parameter, what);
 }
 
-// Random bytes of elements index .. index + 3, little-endian, for any index.
-static __device__ __noinline__ uint32_t random_four(const StepEntry& e, uint32_t what, uint64_t index) {
-  const Words<uint32_t> key = key_of(e, what);
-  const uint64_t counter = index >> 3;
-  const auto words = threefry2x32<uint32_t>(key.w0, key.w1, counter >> 32, static_cast<uint32_t>(counter));
-  const auto next = threefry2x32<uint32_t>(key.w0, key.w1, (counter + 1) >> 32, static_cast<uint32_t>(counter + 1));
-  const int skip = index & 7;
-  if (skip < 4) return __funnelshift_r(words.w0, words.w1, 8 * skip);
-  return __funnelshift_r(words.w1, next.w0, 8 * (skip - 4));
+// Two random bytes for each of four neighbouring elements, little-endian.
+using RandomFour = Words<uint32_t>;
+
+__device__ __forceinline__ uint32_t random_of(const RandomFour& random, int i) {
+  return (i < 2 ? random.w0 : random.w1) >> (16 * (i % 2)) & 0xFFFF;
 }
 
-struct RandomPair {
-  uint32_t first, second;  // four bytes for each moment
+__device__ __forceinline__ RandomFour random_counter(const Words<uint32_t>& key, uint64_t counter) {
+  return threefry2x32<uint32_t>(key.w0, key.w1, counter >> 32, static_cast<uint32_t>(counter));
+}
+
+// Those of elements index .. index + 3, for any index.
+static __device__ __noinline__ RandomFour random_four(uint32_t key0, uint32_t key1, uint64_t index) {
+  const Words<uint32_t> key{key0, key1};
+  const RandomFour own = random_counter(key, index >> 2), next = random_counter(key, (index >> 2) + 1);
+  const int skip = 16 * (index & 1);
+  if ((index & 2) == 0) return {__funnelshift_r(own.w0, own.w1, skip), __funnelshift_r(own.w1, next.w0, skip)};
+  return {__funnelshift_r(own.w1, next.w0, skip), __funnelshift_r(next.w0, next.w1, skip)};
+}
+
+struct MomentKeys {
+  Words<uint32_t> first, second;
 };
 
-// Two neighbouring lanes share the counter of eight elements: each draws for one moment (`key`: the first's in even lanes, the second's
-// in odd ones) and gives the other its half. Where rows don't begin at multiples of eight, every lane draws for itself.
-__device__ __forceinline__ RandomPair random_pair(const StepEntry& e, const Words<uint32_t>& key, uint64_t index, bool eights) {
-  if (!eights) return {random_four(e, kRoundFirst, index), random_four(e, kRoundSecond, index)};
-  const uint64_t counter = index >> 3;
-  const auto own = threefry2x32<uint32_t>(key.w0, key.w1, counter >> 32, static_cast<uint32_t>(counter));
-  const bool odd = threadIdx.x % 2;
-  const uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, odd ? own.w0 : own.w1, 1);
-  return {odd ? other : own.w0, odd ? own.w1 : other};
+struct RandomPair {
+  RandomFour first, second;  // for each moment
+};
+
+// Four elements share a counter where rows begin at multiples of four (`fours`).
+__device__ __forceinline__ RandomPair random_pair(const MomentKeys& keys, uint64_t index, bool fours) {
+  if (fours) return {random_counter(keys.first, index >> 2), random_counter(keys.second, index >> 2)};
+  return {random_four(keys.first.w0, keys.first.w1, index), random_four(keys.second.w0, keys.second.w1, index)};
 }
 
 template <Moments M>
@@ -65,12 +73,12 @@ __device__ __forceinline__ BlockScale<float> moment_scale(int32_t amax) {
 }
 
 // encode_moment in fewer steps. At 2^-120 of its size a number's fp32 pattern is E4M3's code, its own 20 bits behind the point: fp32's
-// subnormals begin where E4M3's do. Cut off rather than rounded, they keep the nine bits that decide.
+// subnormals begin where E4M3's do. Cut off rather than rounded, they keep the 17 bits that decide.
 template <bool Second>
-__device__ __forceinline__ uint32_t moment_code(float x, float multiplier, uint32_t random_byte) {
+__device__ __forceinline__ uint32_t moment_code(float x, float multiplier, uint32_t random) {
   const float y = multiply(x, multiplier);
   const uint32_t pattern = __float_as_uint(__fmul_rz(fabsf(y), 0x1p-120f));
-  uint32_t code = min((pattern + (2 * random_byte + 1) * 2048) >> 20, static_cast<uint32_t>(E4M3::kMaxCode));
+  uint32_t code = min((pattern + (2 * random + 1) * 8) >> 20, static_cast<uint32_t>(E4M3::kMaxCode));
   if (y != y) code = E4M3::kNanCode;
   if constexpr (Second) {
     return x > 0.0f ? max(code, 1u) : code;
@@ -81,13 +89,13 @@ __device__ __forceinline__ uint32_t moment_code(float x, float multiplier, uint3
 
 // The way back; every lane of the warp comes here with its part of the same row. FP8's scale goes to `scale`.
 template <Moments M, bool Second>
-__device__ __forceinline__ Raw kept_moment(Four v, uint32_t random, float& scale) {
+__device__ __forceinline__ Raw kept_moment(Four v, const RandomFour& random, float& scale) {
   if constexpr (M == Moments::kFp32) return raw_of(v);
   Raw out{};
   if constexpr (M == Moments::kBf16) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint32_t pattern = narrow_stochastic<float>(v.x[i], (random >> (8 * i)) & 0xFF);
+      const uint32_t pattern = narrow_stochastic<float>(v.x[i], random_of(random, i));
       out.word[i / 2] |= (pattern & 0xFFFF) << (16 * (i % 2));
     }
   } else {
@@ -98,7 +106,7 @@ __device__ __forceinline__ Raw kept_moment(Four v, uint32_t random, float& scale
     const BlockScale<float> s = moment_scale(__reduce_max_sync(0xFFFFFFFFu, largest_of(v)));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      out.word[0] |= moment_code<Second>(v.x[i], s.multiplier, (random >> (8 * i)) & 0xFF) << (8 * i);
+      out.word[0] |= moment_code<Second>(v.x[i], s.multiplier, random_of(random, i)) << (8 * i);
     }
     scale = from_bits<float>(s.stored);
   }

@@ -27,8 +27,9 @@ __device__ __forceinline__ TensorScale scale_of_parameter(const StepEntry& e, in
       shared = {s.multiplier, 1.0f, from_bits<float>(s.stored)};
       if (tile == 0) *static_cast<float*>(e.out_scales) = shared.decode;
     } else {
-      const float multiplier = tensor_multiplier<E>(amax);
-      shared = {multiplier, multiply(multiplier, element_max_reciprocal<E>()), divide(1.0f, multiplier)};
+      const auto rule = static_cast<ScaleRule>(e.rule);
+      const float multiplier = tensor_multiplier<E>(amax, rule);
+      shared = {multiplier, multiply(multiplier, block_factor<E>(rule)), divide(1.0f, multiplier)};
       if (tile == 0) *static_cast<float*>(e.second) = shared.decode;
     }
   }

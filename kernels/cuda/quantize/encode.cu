@@ -1,8 +1,9 @@
-// Codes for scales that are decided elsewhere: from amaxes reduced over ranks, or carried along. Any strides, any origin, any
-// element: a thread encodes one group of codes that share bytes, each element with its own block's multiplier.
+// Codes for scales that are decided elsewhere: from amaxes reduced over ranks, or carried along, or those that a weight without a master
+// had before its step. Any strides, any origin, any element, each with its own block's multiplier.
 #include <algorithm>
 
 #include "amax.cuh"
+#include "blockfp/kept_scales.h"
 #include "codes.cuh"
 #include "launch.h"
 
@@ -29,68 +30,111 @@ __device__ BlockScale<float> known_scale(const EncodeArguments& a, int64_t block
       case R::kE8m0Floor:
         return e8m0_scale<E, R::kE8m0Floor, float>(amax);
       default: {
-        const float multiplier = tensor_multiplier<E>(*a.amax);
-        return e4m3_scale<E, float>(amax, multiplier, divide(1.0f, multiplier));
+        const float multiplier = tensor_multiplier<E>(*a.amax, rule);
+        return e4m3_scale<E, float>(amax, multiplier, divide(1.0f, multiplier), rule);
       }
     }
   }
-  if (rule == R::kE8m0Ceil || rule == R::kE8m0Floor) {
-    const int32_t stored = min(static_cast<const uint8_t*>(a.scales)[block], 254);
-    return {stored, from_bits<float>(stored == 254 ? 0x400000 : (254 - stored) << 23)};
-  }
-  const float decode = rule == R::kE4m3
-                           ? decode_scale<R::kE4m3, float>(static_cast<const uint8_t*>(a.scales)[block], *a.tensor_scale)
-                           : static_cast<const float*>(a.scales)[block];
-  const int32_t magnitude = to_bits(decode) & kMagnitude;
-  const float safe = from_bits<float>(magnitude >= kInfinity ? kFp32Max : magnitude);
-  return {0, from_bits<float>(min(to_bits(divide(1.0f, safe)), kFp32Max))};
+  const bool bytes = a.format.scale_bits() == 8;
+  const int32_t stored = bytes ? static_cast<const uint8_t*>(a.scales)[block] : static_cast<const int32_t*>(a.scales)[block];
+  return {0, stored_multiplier(rule, stored, a.tensor_scale == nullptr ? 1.0f : *a.tensor_scale)};
 }
 
-template <class E, class T>
+// Random numbers of elements that follow each other, of `Random` bytes each.
+template <int Random>
+struct RandomRun {
+  static constexpr int kServed = 8 / Random;  // elements of a counter
+  uint64_t counter = ~uint64_t{0};
+  Words<uint32_t> words;
+
+  __device__ __forceinline__ int32_t at(const uint32_t* key, uint64_t index) {
+    if (index / kServed != counter) {
+      counter = index / kServed;
+      words = threefry2x32<uint32_t>(key[0], key[1], counter >> 32, static_cast<uint32_t>(counter));
+    }
+    const int byte = static_cast<int>(index % kServed) * Random;
+    return (byte < 4 ? words.w0 : words.w1) >> (8 * (byte % 4)) & ((1 << 8 * Random) - 1);
+  }
+};
+
+// A thread has eight columns of a row. `Random`: bytes of an element, 0 to round to nearest.
+template <class E, class T, int Random>
 __global__ void __launch_bounds__(kEncodeThreads) encode(const __grid_constant__ EncodeArguments a, int64_t grid_rows,
                                                          int64_t grid_columns) {
   using P = Packing<E::kBits>;
-  const int64_t groups = (a.x.columns + P::kGroup - 1) / P::kGroup;
+  constexpr int kColumns = 8;
+  const int64_t runs = (a.x.columns + kColumns - 1) / kColumns;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kEncodeThreads + threadIdx.x;
-  if (index >= a.x.batches * a.x.rows * groups) return;
-  const int64_t line = index / groups, group = index % groups, batch = line / a.x.rows, row = line % a.x.rows;
-  uint32_t word = 0;
-  for (int i = 0; i < P::kGroup; ++i) {
-    const int64_t column = group * P::kGroup + i;
-    if (column >= a.x.columns) break;
-    int64_t block = 0;
-    if (a.format.block_rows != 0) {
-      const int64_t down = (a.window.row_phase + row) / a.format.block_rows;
-      block = (batch * grid_rows + down) * grid_columns + (a.window.column_phase + column) / a.format.block_columns;
+  if (index >= a.x.batches * a.x.rows * runs) return;
+  const int64_t line = index / runs, first = index % runs * kColumns, batch = line / a.x.rows, row = line % a.x.rows;
+  const int count = static_cast<int>(min(a.x.columns - first, int64_t{kColumns}));
+  const int64_t down = a.format.block_rows == 0 ? 0 : (a.window.row_phase + row) / a.format.block_rows;
+  const uint64_t before = (batch * a.window.rows + a.window.row + row) * a.window.columns + a.window.column;
+  int64_t end = first;  // of the columns that share a scale
+  float multiplier = 1.0f;
+  uint64_t word = 0;
+  [[maybe_unused]] RandomRun<Random == 0 ? 1 : Random> random;
+  for (int i = 0; i < count; ++i) {
+    const int64_t column = first + i;
+    if (column == end) {
+      int64_t across = 0;
+      end = a.x.columns;
+      if (a.format.block_rows != 0) {
+        across = (a.window.column_phase + column) / a.format.block_columns;
+        end = (across + 1) * a.format.block_columns - a.window.column_phase;
+      }
+      multiplier = known_scale<E>(a, (batch * grid_rows + down) * grid_columns + across).multiplier;
     }
-    const float y = multiply(from_bits<float>(element_bits<T>(a.x, batch, row, column)), known_scale<E>(a, block).multiplier);
+    const float y = multiply(from_bits<float>(element_bits<T>(a.x, batch, row, column)), multiplier);
     int32_t code;
-    if (a.key != nullptr) {
-      const uint64_t global_row = batch * a.window.rows + a.window.row + row;
-      const int32_t byte = random_byte(a.key[0], a.key[1], global_row * a.window.columns + a.window.column + column);
-      code = encode_stochastic<E, float>(y, byte);
-    } else {
+    if constexpr (Random == 0) {
       code = encode_nearest<E, float>(y);
+    } else {
+      code = encode_stochastic<E, float, 8 * Random>(y, random.at(a.key, before + column));
     }
-    word |= static_cast<uint32_t>(code & 0xFF) << (E::kBits * i);
+    word |= static_cast<uint64_t>(code & 0xFF) << (E::kBits * i);
   }
-  uint8_t* out = a.codes + (line * groups + group) * P::kGroupBytes;
-  for (int i = 0; i < P::kGroupBytes; ++i) out[i] = word >> (8 * i);
+  uint8_t* out = a.codes + line * P::row_bytes(a.x.columns) + first / P::kGroup * P::kGroupBytes;
+  const int bytes = (count + P::kGroup - 1) / P::kGroup * P::kGroupBytes;
+  for (int i = 0; i < bytes; ++i) out[i] = word >> (8 * i);
+}
+
+// The stored scale of a block that goes on from the one it had.
+template <class E>
+__device__ int32_t kept_scale(const EncodeArguments& a, int64_t block, const KeptTensorScale& tensor) {
+  const int32_t amax = a.blocks[block];
+  if (a.format.scale_bits() == 32) return kept_fp32_scale<E>(static_cast<const int32_t*>(a.scales)[block], amax);
+  const int32_t stored = static_cast<const uint8_t*>(a.scales)[block];
+  return a.format.two_levels() ? kept_e4m3_scale<E>(stored, amax, tensor) : kept_e8m0_scale<E>(stored, amax);
 }
 
 // The stored scales of given amaxes, a thread a block.
 template <class E>
 __global__ void __launch_bounds__(kEncodeThreads) encode_scales(const __grid_constant__ EncodeArguments a, int64_t blocks) {
   const int64_t block = static_cast<int64_t>(blockIdx.x) * kEncodeThreads + threadIdx.x;
-  if (block == 0 && a.format.rule == ScaleRule::kE4m3) *a.tensor_scale = divide(1.0f, tensor_multiplier<E>(*a.amax));
+  const bool two_levels = a.format.two_levels();
+  KeptTensorScale kept{};
+  if (a.keeps && two_levels) kept = kept_tensor_scale<E>(to_bits(*a.kept_tensor_scale), *a.amax);
+  if (block == 0 && two_levels) *a.tensor_scale = a.keeps ? from_bits<float>(kept.after) : divide(1.0f, tensor_multiplier<E>(*a.amax, a.format.rule));
   if (block >= blocks) return;
-  int32_t stored = known_scale<E>(a, block).stored;
-  if (a.format.rule == ScaleRule::kFp32 || a.format.rule == ScaleRule::kPow2) {
+  int32_t stored = a.keeps ? kept_scale<E>(a, block, kept) : known_scale<E>(a, block).stored;
+  if (a.format.scale_bits() == 32) {
     static_cast<int32_t*>(a.scales)[block] = stored;
     return;
   }
-  if (a.nan != nullptr && a.nan[block] > 0) stored = a.format.rule == ScaleRule::kE4m3 ? 0x7F : 0xFF;
+  if (a.nan != nullptr && a.nan[block] > 0) stored = two_levels ? 0x7F : 0xFF;
   static_cast<uint8_t*>(a.scales)[block] = stored;
+}
+
+template <class E, class T>
+void launch_codes(const EncodeArguments& a, int64_t launched, int64_t grid_rows, int64_t grid_columns, cudaStream_t stream) {
+  if (a.key == nullptr) {
+    encode<E, T, 0><<<launched, kEncodeThreads, 0, stream>>>(a, grid_rows, grid_columns);
+  } else if (!a.keeps) {
+    encode<E, T, 1><<<launched, kEncodeThreads, 0, stream>>>(a, grid_rows, grid_columns);
+  } else if constexpr (T::kId == Fp32::kId) {
+    encode<E, T, 2><<<launched, kEncodeThreads, 0, stream>>>(a, grid_rows, grid_columns);
+  }
 }
 
 cudaError_t launch_encode(const EncodeArguments& a, cudaStream_t stream) {
@@ -107,11 +151,12 @@ cudaError_t launch_encode(const EncodeArguments& a, cudaStream_t stream) {
       encode_scales<E><<<launched, kEncodeThreads, 0, stream>>>(a, blocks);
     }
     if (empty) return cudaGetLastError();
-    const int64_t groups = a.x.batches * a.x.rows * ceil_div(a.x.columns, Packing<E::kBits>::kGroup);
-    const int64_t launched = ceil_div(groups, kEncodeThreads);
+    const int64_t launched = ceil_div(a.x.batches * a.x.rows * ceil_div(a.x.columns, 8), kEncodeThreads);
     if (launched > kMostBlocks) return cudaErrorInvalidConfiguration;
+    EncodeArguments by_scales = a;
+    if (a.keeps) by_scales.blocks = nullptr;  // its scales are there now
     with_dtype(a.x.dtype, [&](auto dtype) {
-      encode<E, decltype(dtype)><<<launched, kEncodeThreads, 0, stream>>>(a, grid_rows, grid_columns);
+      launch_codes<E, decltype(dtype)>(by_scales, launched, grid_rows, grid_columns, stream);
       return 0;
     });
     return cudaGetLastError();

@@ -88,21 +88,22 @@ BLOCKFP_HD void adamw_step(F& weight, F& first, F& second, F gradient, const Ste
   weight = add(multiply(weight, splat<F>(c.decay)), divide(multiply(first, splat<F>(c.rate)), denominator));
 }
 
-// bfloat16 pattern of x rounded at random: floor(|x| / spacing + (2 u + 1) / 512) spacings, at most the largest finite value.
+// bfloat16 pattern of x rounded at random: floor(|x| / spacing + (2 u + 1) / 2^17) spacings, at most the largest finite value, for a u of
+// 16 bits. (Of them and the 16 that are dropped, the half of u + 1/2 never decides.)
 template <class F>
 BLOCKFP_HD Int<F> narrow_stochastic(F x, Int<F> u) {
   using I = Int<F>;
   const I bits = to_bits(x), magnitude = bits & kMagnitude;
-  I rounded = smaller<I>(shift_right<F>(magnitude + (2 * u + 1) * 128, 16), splat<I>(0x7F7F));
+  I rounded = smaller<I>(shift_right<F>(magnitude + u, 16), splat<I>(0x7F7F));
   rounded = magnitude >= kInfinity ? shift_right<F>(magnitude, 16) : rounded;
   rounded = magnitude > kInfinity ? splat<I>(kNan >> 16) : rounded | (shift_right<F>(bits, 16) & 0x8000);
   return rounded;
 }
 
-// Code of a moment (of the second, its square root) in a block with this multiplier. What isn't zero never becomes zero.
+// Code of a moment (of the second, its square root) in a block with this multiplier, for a u of 16 bits. What isn't zero never becomes zero.
 template <bool Second, class F>
 BLOCKFP_HD Int<F> encode_moment(F x, F multiplier, Int<F> u) {
-  Int<F> code = encode_stochastic<E4M3, F>(multiply(x, multiplier), u) & 0xFF;
+  Int<F> code = encode_stochastic<E4M3, F, 16>(multiply(x, multiplier), u) & 0xFF;
   if constexpr (Second) code = (code == 0) & (to_bits(x) > 0) ? splat<Int<F>>(1) : code;
   return code;
 }

@@ -98,19 +98,22 @@ BLOCKFP_HD Int<F> encode_nearest(F y) {
   return detail::finish_code<E, F>(magnitude_nearest<E, F>(bits & kMagnitude), bits);
 }
 
-// Code of y rounded to floor(|y| / spacing + (2 u + 1) / 512) spacings, saturating, for a random byte u in 0..255.
+// Code of y rounded to floor(|y| / spacing + (2 u + 1) / 2^(RandomBits + 1)) spacings, saturating, for a random u of so many bits: 8, or
+// 16 of weights and moments.
 //
-// The half step keeps exact values, so 9 bits of the quotient's fraction decide: |y| / spacing * 512 is exact and truncated.
-template <class E, class F>
+// The half step keeps exact values, so RandomBits + 1 bits of the quotient's fraction decide: the quotient is exact and truncated there.
+template <class E, class F, int RandomBits = 8>
 BLOCKFP_HD Int<F> encode_stochastic(F y, Int<F> u) {
   using I = Int<F>;
+  constexpr int kPlaces = RandomBits + 1;
+  static_assert(E::kMantissaBits + 1 + kPlaces <= 24, "the quotient is an integer that fp32 has");
   constexpr int kDropped = 23 - E::kMantissaBits;
   I bits = to_bits(y);
   I a = smaller<I>(bits & kMagnitude, splat<I>(E::kMaxBits));
   I field = detail::spacing_field<E, F>(a);
-  I inverse = (splat<I>(254 << 23) - field) + ((E::kMantissaBits + 9) << 23);
+  I inverse = (splat<I>(254 << 23) - field) + ((E::kMantissaBits + kPlaces) << 23);
   I quotient = truncate(multiply(from_bits<F>(a), from_bits<F>(inverse)));
-  quotient = (quotient + 2 * u + 1) >> 9;
+  quotient = (quotient + 2 * u + 1) >> kPlaces;
   I magnitude = quotient + shift_right<F>(field - ((127 + E::kEmin) << 23), kDropped);
   return detail::finish_code<E, F>(smaller<I>(magnitude, splat<I>(E::kMaxCode)), bits);
 }

@@ -96,10 +96,9 @@ inline int dtype_of(const TensorView& x, const char* name) {
 }
 
 // The format that four numbers stand for. Which blocks it may have is the library's own word.
-inline Format format_of(int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule,
-                        ScaleRule last_rule = ScaleRule::kE4m3) {
-  check(element >= 0 && element <= Int8::kId && rule >= 0 && rule <= static_cast<int>(last_rule), "the format has element ",
-        element, " and scale rule ", rule, ", which this library does not know: rebuild it");
+inline Format format_of(int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule) {
+  check(element >= 0 && element <= Int8::kId && rule >= 0 && rule <= static_cast<int>(ScaleRule::kFourOverSix448Mse),
+        "the format has element ", element, " and scale rule ", rule, ", which this library does not know: rebuild it");
   return {static_cast<int>(element), static_cast<int>(block_rows), static_cast<int>(block_columns), static_cast<ScaleRule>(rule)};
 }
 

@@ -6,11 +6,6 @@
 
 namespace blockfp {
 
-// The scale of a block with the tensor's amax, for 6.
-BLOCKFP_HD constexpr float four_over_six_bound(ScaleRule rule) {
-  return rule == ScaleRule::kFourOverSix448 || rule == ScaleRule::kFourOverSix448Mse ? 448.0f : 256.0f;
-}
-
 // Whether errors are squared before they are summed.
 BLOCKFP_HD constexpr bool squares_errors(ScaleRule rule) { return rule >= ScaleRule::kFourOverSixMse; }
 
@@ -39,7 +34,7 @@ BLOCKFP_HD TriedScale<F> four_over_six_scale(Int<F> amax, bool for_4, float tens
 template <class E, class F>
 BLOCKFP_HD F four_over_six_value(Int<F> code, F scale, float tensor_amax, ScaleRule rule) {
   const F product = multiply(multiply(decode<E, F>(code), scale), splat<F>(tensor_amax));
-  return divide(product, splat<F>(four_over_six_bound(rule) * E::kMax));
+  return divide(product, splat<F>(two_level_largest<E>(rule)));
 }
 
 // The code of a magnitude under a tried scale's multiplier; of a NaN any.

@@ -12,10 +12,11 @@ enum class ScaleRule : int {
   kE8m0Ceil = 2,
   kE8m0Floor = 3,
   kE4m3 = 4,
-  kFourOverSix = 5,  // four_over_six.h
-  kFourOverSix448 = 6,
-  kFourOverSixMse = 7,
-  kFourOverSix448Mse = 8,
+  kE4m3Guarded = 5,
+  kFourOverSix = 6,  // four_over_six.h
+  kFourOverSix448 = 7,
+  kFourOverSixMse = 8,
+  kFourOverSix448Mse = 9,
 };
 
 // Columns of a block that is a whole row, which has fewer: WHOLE_ROW of `blockfp.formats`.
@@ -85,19 +86,38 @@ BLOCKFP_HD BlockScale<F> e8m0_scale(Int<F> amax) {
   return {byte, from_bits<F>(inverse)};
 }
 
-// NVFP4's multiplier of the whole tensor, bound * MAX / amax of the tensor; `tensor_scale` is its reciprocal.
+// Of guarded scales: what a block's amax is mapped to, so that no rounding of the block's scale takes it beyond MAX.
 template <class E>
-BLOCKFP_HD float tensor_multiplier(int32_t amax, float bound = E4M3::kMax) {
+constexpr double kGuardedMax = E::kMax * 16.0 / 17.0;
+
+// Of two levels: what a tensor's amax is mapped to, the largest block scale that the rule makes times what a block's is mapped to.
+template <class E>
+BLOCKFP_HD float two_level_largest(ScaleRule rule) {
+  constexpr float kGuarded = static_cast<float>(448.0 * kGuardedMax<E>);
+  if (rule == ScaleRule::kE4m3Guarded) return kGuarded;
+  return (rule == ScaleRule::kFourOverSix || rule == ScaleRule::kFourOverSixMse ? 256.0f : 448.0f) * E::kMax;
+}
+
+// 1 over what a block's amax is mapped to.
+template <class E>
+BLOCKFP_HD float block_factor(ScaleRule rule) {
+  constexpr float kGuarded = static_cast<float>(1.0 / kGuardedMax<E>);
+  return rule == ScaleRule::kE4m3Guarded ? kGuarded : element_max_reciprocal<E>();
+}
+
+// NVFP4's multiplier of the whole tensor; `tensor_scale` is its reciprocal.
+template <class E>
+BLOCKFP_HD float tensor_multiplier(int32_t amax, ScaleRule rule) {
   if (amax == 0 || amax == kInfinity) return 1.0f;
-  int32_t bits = to_bits(divide(multiply(bound, element_max<E>()), from_bits<float>(amax)));
+  int32_t bits = to_bits(divide(two_level_largest<E>(rule), from_bits<float>(amax)));
   return from_bits<float>(smaller(bits, kFp32Max));
 }
 
 // NVFP4's block scale: an E4M3 byte, relative to the tensor's. Encoding uses the decoded stored scale.
 template <class E, class F>
-BLOCKFP_HD BlockScale<F> e4m3_scale(Int<F> amax, float tensor_multiplier, float tensor_scale) {
+BLOCKFP_HD BlockScale<F> e4m3_scale(Int<F> amax, float tensor_multiplier, float tensor_scale, ScaleRule rule) {
   using I = Int<F>;
-  float factor = multiply(tensor_multiplier, element_max_reciprocal<E>());
+  float factor = multiply(tensor_multiplier, block_factor<E>(rule));
   I stored = encode_nearest<E4M3, F>(multiply(from_bits<F>(amax), splat<F>(factor))) & 0xFF;
   F decode_scale = multiply(decode<E4M3, F>(stored), splat<F>(tensor_scale));
   I inverse = to_bits(divide(splat<F>(1.0f), decode_scale));
@@ -125,6 +145,17 @@ BLOCKFP_HD F decode_scale(Int<F> stored, float tensor_scale) {
   } else {
     return multiply(decode<E4M3, F>(stored), splat<F>(tensor_scale));
   }
+}
+
+// The number that elements are multiplied with under a stored scale (an E8M0 or E4M3 byte, or fp32 bits). A NaN counts as the largest scale.
+BLOCKFP_HD float stored_multiplier(ScaleRule rule, int32_t stored, float tensor_scale) {
+  if (rule == ScaleRule::kE8m0Ceil || rule == ScaleRule::kE8m0Floor) {
+    return from_bits<float>(stored >= 254 ? 0x400000 : (254 - stored) << 23);
+  }
+  const float scale = rule >= ScaleRule::kE4m3 ? decode_scale<ScaleRule::kE4m3, float>(stored, tensor_scale) : from_bits<float>(stored);
+  const int32_t magnitude = to_bits(scale) & kMagnitude;
+  const float safe = from_bits<float>(magnitude >= kInfinity ? kFp32Max : magnitude);
+  return from_bits<float>(smaller(to_bits(divide(1.0f, safe)), kFp32Max));
 }
 
 }  // namespace blockfp

@@ -1,7 +1,7 @@
 // Threefry-2x32 with 20 rounds (Salmon et al., 2011): the random bytes of stochastic rounding.
 //
 // Element i of the unsharded array takes byte i & 7 of the two words that the counter i >> 3 gives, little-endian, first
-// word first.
+// word first; where it takes two bytes, half i & 3 of those that the counter i >> 2 gives.
 #pragma once
 
 #include "lanes.h"
@@ -40,6 +40,13 @@ BLOCKFP_HD int32_t random_byte(uint32_t k0, uint32_t k1, uint64_t index) {
   const Words<uint32_t> words = threefry2x32<uint32_t>(k0, k1, counter >> 32, static_cast<uint32_t>(counter));
   const uint32_t word = (index & 4) ? words.w1 : words.w0;
   return (word >> (8 * (index & 3))) & 0xFF;
+}
+
+// Two random bytes of one element.
+BLOCKFP_HD int32_t random_half(uint32_t k0, uint32_t k1, uint64_t index) {
+  const uint64_t counter = index >> 2;
+  const Words<uint32_t> words = threefry2x32<uint32_t>(k0, k1, counter >> 32, static_cast<uint32_t>(counter));
+  return ((index & 2) ? words.w1 : words.w0) >> (16 * (index & 1)) & 0xFFFF;
 }
 
 }  // namespace blockfp

@@ -1,0 +1,129 @@
+"""The scales of quantized values that change a little: those that they had, or those times a power of two.
+
+A weight without a master is its codes. An optimizer's step dequantizes it, moves it, and rounds it back. With scales made anew
+from amaxes, every element's value would follow the largest one of its block or tensor: a code that is rounded back to where it
+was then stands for another number. So scales stay, and change by powers of two alone, by which a float's code changes exactly.
+
+    top  = mul(MAX, decode scale)      of a tensor scale: mul(MAX, mul(240, tensor scale))
+
+A scale is multiplied by 2^k, with the k nearest to 0 that gives
+
+    top / 4  <  new amax  <=  top
+
+Nothing saturates, so the largest elements are rounded as the others are. The window is two binades wide: in one of a single
+binade an amax near its end would change the scale back and forth, and each way up costs the codes that become subnormal a
+rounding. (Of E2M1 these are two of six; all codes of INT8 are such.)
+
+An amax that is 0 or infinite leaves the scale as it is. A scale that is 0, NaN, infinite or negative counts as 1. fp32 scales
+don't become subnormal, E8M0 scales stay within 0..254. Of two levels the tensor's scale comes first. A block's E4M3 scale S
+then becomes S * 2^(its k - the tensor's k), so that the product of both changes by the block's k alone. Where S would lose a
+bit below 2^-9, it becomes as much larger as it must to lose none. No S has to be above 448: 240 is E4M3's largest significand
+in its last binade that has all of them.
+
+This is a function of the old scale and the new amax, which ranks that share a block or a tensor know alike.
+"""
+
+from __future__ import annotations
+
+from array_api_compat import array_namespace
+
+from ..formats import E4M3, ElementFormat, Format
+from . import bits
+from .bits import Array
+from .decoding import magnitude_bits
+
+_HIGHEST_SCALE = bits.constant_bits(240.0)
+# An E4M3 number is an integer times 2^-9, its smallest one; the exponent of the largest is 17.
+_ONE, _HIGHEST, _MOST = 512, 17, 448 * 512
+
+
+def scales(
+    stored: Array, tensor_scale: Array | None, amax: Array, tensor_amax: Array | None, format: Format
+) -> tuple[Array, Array | None]:
+    """Scales for new amaxes: int32 of the stored bytes or fp32 bits, and of two levels bits of the tensor scale, of shape ().
+
+    Args:
+        stored: the scales as they are kept with codes.
+        tensor_scale: float32, of formats of two levels.
+        amax: int32 bits of the blocks' largest magnitudes, as `numerics.amax` gives them.
+        tensor_amax: int32 bits of the tensor's, of formats of two levels.
+        format: the format.
+    """
+    xp, element = array_namespace(stored), format.element
+    if format.scale.dtype == "float32":
+        return _fp32_scale(stored.view(xp.int32), amax, element), None
+    stored = xp.astype(stored, xp.int32)
+    if format.scale.e8m0:
+        stored = xp.where(stored == 0xFF, 127, stored)
+        significand, exponent = bits.split(xp.full_like(stored, bits.constant_bits(element.max)))
+        k = _k((significand, exponent + stored - 127), amax)
+        return bits.at_most(bits.at_least(stored + k, 0), 0xFE), None
+    assert tensor_scale is not None
+    assert tensor_amax is not None
+    before = _usable(tensor_scale.view(xp.int32))
+    tensor = _fp32_scale(before, tensor_amax, element, under=_HIGHEST_SCALE)
+    moved = bits.split(tensor)[1] - bits.split(before)[1]
+    usable = (stored > 0) & (stored < E4M3.nan_code)
+    decode = bits.multiply(
+        bits.split(magnitude_bits(xp.where(usable, stored, _code_of(xp.full_like(stored, _ONE))), E4M3)),
+        bits.split(xp.zeros_like(stored) + before),
+    )
+    k = _k(_times(decode, element.max), amax)
+    digits = xp.where(usable, _integer_of(stored), _ONE)
+    lowest = _exponent(digits & -digits)
+    shift = bits.at_most(k - moved, _HIGHEST + 1)
+    up = digits << bits.at_least(xp.where(shift > _HIGHEST + 1 - _exponent(digits), _HIGHEST + 1 - _exponent(digits), shift), 0)
+    down = digits >> xp.where(-shift > lowest, lowest, bits.at_least(-shift, 0))
+    digits = bits.at_most(xp.where(shift > 0, up, down), _MOST)
+    return xp.where((stored == 0) & (amax == 0), 0, _code_of(digits)), tensor.reshape(())
+
+
+def _fp32_scale(pattern: Array, amax: Array, element: ElementFormat, *, under: int = bits.ONE) -> Array:
+    """fp32 bits of the new scale; `under`: of two levels the block scale that amax may need, as fp32 bits."""
+    xp = array_namespace(pattern)
+    pattern = _usable(pattern)
+    significand, exponent = bits.split(pattern)
+    level = bits.multiply((significand, exponent), bits.split(xp.full_like(pattern, under)))
+    moved = exponent + _k(_times(level, element.max), amax)
+    moved = xp.where(moved < exponent, xp.where(exponent < -126, exponent, bits.at_least(moved, -126)), moved)
+    normal = ((bits.at_least(moved, -126) + 127) << 23) | (significand & 0x7FFFFF)
+    return xp.where(moved == exponent, pattern, normal)
+
+
+def _usable(pattern: Array) -> Array:
+    return array_namespace(pattern).where((pattern > 0) & (pattern < bits.INFINITY), pattern, bits.ONE)
+
+
+def _times(number: tuple[Array, Array], constant: float) -> tuple[Array, Array]:
+    like = array_namespace(number[0]).full_like(number[0], bits.constant_bits(constant))
+    return bits.multiply(number, bits.split(like))
+
+
+def _k(top: tuple[Array, Array], amax: Array) -> Array:
+    """The power of two that brings `top` to amax, below four times as much."""
+    xp = array_namespace(amax)
+    significand, exponent = bits.split(amax)
+    # top * 2^needed is the smallest that isn't below amax.
+    needed = exponent - top[1] + xp.astype(significand > top[0], xp.int32)
+    return xp.where((amax == 0) | (amax == bits.INFINITY), 0, xp.where(needed < 0, bits.at_most(needed + 1, 0), needed))
+
+
+def _exponent(integer: Array) -> Array:
+    """floor(log2) of integers of 1 to 2^24."""
+    xp = array_namespace(integer)
+    return (xp.astype(integer, xp.float32).view(xp.int32) >> 23) - 127
+
+
+def _integer_of(code: Array) -> Array:
+    """An E4M3 number, positive and not NaN, in units of 2^-9."""
+    xp = array_namespace(code)
+    field, mantissa = code >> 3, code & 7
+    return xp.where(field == 0, mantissa, (8 + mantissa) << bits.at_least(field - 1, 0))
+
+
+def _code_of(integer: Array) -> Array:
+    """The E4M3 code of such an integer, which has no more than four significant bits."""
+    xp = array_namespace(integer)
+    exponent = _exponent(integer)
+    normal = ((exponent - 2) << 3) | ((integer >> bits.at_least(exponent - 3, 0)) & 7)
+    return xp.where(integer < 8, integer, normal)
