@@ -47,6 +47,7 @@ LATE = {
     "blockfp.files.modelfile": "takes zipfile and more, which quantizing doesn't need",
     "blockfp.files.quantized_model": "takes zipfile and more, which quantizing doesn't need",
     "blockfp.jax_backend.implementations.pallas.arrays": "takes Mosaic, which is slow to import",
+    "blockfp.jax_backend.implementations.pallas.mosaic": "takes Mosaic, which is slow to import",
     "blockfp.torch_backend.checkpoint.checkpoint_files": "takes DCP, which is a second's import",
     "blockfp.torch_backend.checkpoint.index": "takes DCP, which is a second's import",
     "blockfp.torch_backend.checkpoint.plain_values": "takes DCP, which is a second's import",
