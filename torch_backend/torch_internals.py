@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -174,6 +174,7 @@ ddp_model: Callable[[], DistributedDataParallel | None] = DistributedDataParalle
 frame_above: Callable[[int], FrameType] = sys._getframe
 """The frame of the function that called so many functions above.
 
+A layer shares a cast with the one that the same code called before it (`linear.callers`); no argument tells it of that code.
 FSDP2 tells the hook before a gather its mesh alone, so its own frames are asked for which parameter it is, and which others are
 gathered with it. The hook of five arguments is told the module, but FSDP2 then asks for one size on every rank, which shards of
 uneven weights don't have.
@@ -308,6 +309,12 @@ def renew_fsdp_param(param: Any) -> None:
     param.all_gather_outputs, param._unsharded_inner_tensors = [], []
     vars(param).pop("_unsharded_param", None)
     param.reset_sharded_param()
+
+
+# ---- modules
+
+MODULE_CALL: tuple[CodeType, ...] = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)
+"""The functions between a module's `forward` and what calls the module, from the inner one on, where no hook sees it."""
 
 
 # ---- checkpoints

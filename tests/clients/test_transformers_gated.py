@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from blockfp.torch_backend.modules import convert as convert_module
 from blockfp.torch_backend.modules import gated_mlp
 from blockfp.torch_backend.modules.gated_mlp import FusedMLP, activation_of, parts_of
+from counted_casts import casts_of
 from torch import nn
 
 import blockfp.torch as bfp
@@ -257,3 +258,21 @@ def test_activations():
 def test_layers_that_stay_are_left_with_their_mlp():
     model = bfp.convert(model_of("Llama"), "mxfp8", filter_fn=lambda path, layer: "up_proj" in path)
     assert not fused_in(model)
+
+
+@pytest.mark.parametrize(("name", "each"), [("Llama", 3), ("Qwen3", 3), ("Mistral", 3), ("Gemma3Text", 3), ("Phi3", 3)])
+@pytest.mark.parametrize("grad", [True, False])
+def test_query_key_and_value_share_a_cast_and_so_do_gate_and_up(name, each, grad):
+    """A layer casts its attention's input once, what attention makes, and its MLP's input."""
+    model = bfp.convert(model_of(name), "mxfp8", filter_fn=lambda path, layer: "lm_head" not in path)
+    tokens = torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(0))
+    with torch.set_grad_enabled(grad):
+        count, results = casts_of(lambda: model(tokens, use_cache=False).logits)
+        assert count == each * 2
+        # Hooks end it, and bits are those of layers that cast for themselves.
+        for layer in model.modules():
+            if isinstance(layer, bfp.Linear):
+                layer.register_forward_hook(lambda layer, args, y: None)
+        count, alone = casts_of(lambda: model(tokens, use_cache=False).logits)
+    assert count > each * 2 or name == "Phi3"
+    assert torch.equal(results, alone)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from blockfp import recipes
 from blockfp.definition.rounding import Key
@@ -15,15 +15,16 @@ from blockfp.recipes import Compute, Recipe
 
 from ..custom_ops import export_ops
 from ..custom_ops.library import is_real
+from ..custom_ops.linear_ops import Casts
 from ..custom_ops.products import comes_aligned
 from ..custom_ops.quantize_plans import NEITHER, kept, part_count
-from ..custom_ops.shared_casts import SharedCast, shared_cast
 from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import key_tensor
 from ..quantized_tensor.refusals import jit_refusal
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from ..torch_internals import FakeTensor, dispatch_modes, functorch_is_active, jit_traces, unsafe_view, unwrap_if_dead
 from .call import Call
+from .callers import shared_casts
 from .functional import transformed
 from .grouped_function import GroupedFunction, counts_of, ends_of, run_grouped, takes
 from .linear_function import NO_STATE, LinearFunction, run_linear
@@ -102,13 +103,15 @@ def apply(
     offs: Tensor | None = None,
     parallel: Parallel | None = None,
     transposed: bool = False,
+    reader: nn.Module | None = None,
 ) -> Tensor:
     """Computes `linear` with a recipe from `recipes.for_linear`.
 
     With `counts`, weight is [groups, out, in], bias [groups, out], and group g multiplies the next counts[g] rows of
     x [tokens, in]; each group's rows are a tensor of their own. `offs` says the same as the groups' ends, int32 [groups] on x's
     device. With `parallel`, tensors are what this rank holds of them. With `transposed`, weight is [.., in, out], in a format
-    whose transpose is exact.
+    whose transpose is exact. `reader` is the layer whose
+    `forward` does nothing but this, by its `multiply`.
     """
     if jit_traces():
         raise jit_refusal()
@@ -143,12 +146,14 @@ def apply(
             call = call_of(_rows(x), weight, bias, recipe, state, key, grouped, shared)
             if known is not None:
                 kept(_calls, known, call)
-        shares = call.direct and known is not None and recipe.delayed is None and not x.is_leaf
-        shared_input = shared_cast(x) if shares else None
+        casts = None
+        # A leaf that wants a gradient is seldom read twice.
+        if reader is not None and known is not None and recipe.delayed is None and not (x.is_leaf and x.requires_grad):
+            casts = shared_casts(reader, x)
         if x.ndim > 2 and type(x) is Tensor and call.takes_axes and not dispatch_modes():
-            return _run(x, weight, bias, call, state, key, counts, offs, transposed, shared_input)
+            return _run(x, weight, bias, call, state, key, counts, offs, transposed, casts)
         rows = x if x.ndim == 2 else _rows(x)
-        y = _run(rows, weight, bias, call, state, key, counts, offs, transposed, shared_input)
+        y = _run(rows, weight, bias, call, state, key, counts, offs, transposed, casts)
         if traced and parallel is None:
             y = export_ops.outputs(y, rows, weight, bias)
     if x.ndim == 2:
@@ -284,7 +289,7 @@ def _run(
     counts: Sequence[int] | None,
     offs: Tensor | None,
     transposed: bool,
-    shared: SharedCast | None = None,
+    shared: Casts | None = None,
 ) -> Tensor:
     recipe, dtype = call.recipe, call.dtype
     if transposed:

@@ -20,7 +20,6 @@ from blockfp.recipes import HIGH_PRECISION
 
 from ..custom_ops import linear_ops
 from ..custom_ops.products import multiply
-from ..custom_ops.shared_casts import SharedCast, latest
 from ..torch_internals import KEEPS_RESULT, VIEWS, apply_of, dispatch_modes
 from .call import Call, bias_gradient, keys_of_gradient
 from .delayed import record
@@ -49,8 +48,6 @@ def layer_backward(
     recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs
     compiled = torch.compiler.is_compiling()
     rest = (None,) * (len(ctx.needs_input_grad) - 3)
-    if not compiled:
-        latest.clear()
     if gradient is None:
         return taken(ctx.waiting, ctx.saved_tensors[-1].dtype), None, None, *rest
     if not compiled and torch.is_grad_enabled():
@@ -106,7 +103,7 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shared: SharedCast | None, *state: Any
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shared: linear_ops.Casts | None, *state: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
         state = state[0] if len(state) == 1 else state or NO_STATE
         history, scale, ctx.history, ctx.scale, ctx.key, ctx.step, ctx.observed = state

@@ -20,8 +20,9 @@ from torch.nn.utils import parametrize
 from blockfp.kernels.once import once
 
 from ..custom_ops.activations import Activation, activate
+from ..linear.callers import has_hooks
 from ..linear.gated_function import Gating
-from .gated_product import fused_product, has_hooks
+from .gated_product import fused_product
 
 
 def _llama(self, x):
@@ -216,8 +217,11 @@ class FusedMLP(nn.Module):
         down, gate, up, act = (None if name is None else self._modules[name] for name in parts[:4])
         assert down is not None
         assert gate is not None
-        first = gate(x)
-        second = None if up is None else up(x)
+        if up is None:
+            first, second = gate(x), None
+        else:
+            # With nothing between, so that they share a cast (see `callers`).
+            first, second = gate(x), up(x)
         activation = parts.function if act is None else activation_of(act)
         if activation is not None:
             y = fused_product(down, first, second, Gating(activation, "halves" if parts.halves else "apart"))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules import module as hooks_of_all
 
 from ..linear.activation_function import activation
+from ..linear.callers import has_hooks
 from ..linear.gated import gated, takes
 from ..linear.gated_function import Gating
 from ..linear.pieces import in_pieces
@@ -43,13 +43,3 @@ def fused_product(layer: Any, gate: Tensor, up: Tensor | None, gating: Gating) -
     if not takes(gate, up, weight, layer.linear_recipe, state):
         return None
     return gated(gate, up, weight, layer.bias, layer.linear_recipe, gating, state=state)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Says whether a call of a module is seen by hooks, its own or those of all modules."""
-    own = (
-        *(module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks),
-        *(hooks_of_all._global_forward_hooks, hooks_of_all._global_forward_pre_hooks),
-        *(hooks_of_all._global_backward_hooks, hooks_of_all._global_backward_pre_hooks),
-    )
-    return any(own)

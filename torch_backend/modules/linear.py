@@ -82,7 +82,7 @@ class Linear(QuantizedLayer, nn.Linear):
         return made.take_values(linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.multiply(x)
+        return self.multiply(x, reads=True)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {super().extra_repr()}"

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from blockfp.recipes import Compute, Recipe
 
+from ..linear.callers import has_hooks
 from ..linear.pieces import in_pieces
 from ..quantized_tensor.dtensors import from_local, to_local
 from ..quantized_tensor.sharding import mesh_of
-from .gated_product import has_hooks
 from .linear import Linear
 from .normed_product import fused_norm_product
 from .quantized_layer import LayerOptions, Weights

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..linear.callers import has_hooks
 from ..linear.normed import cast_of, normed
-from .gated_product import has_hooks
 from .linear import Linear
 
 

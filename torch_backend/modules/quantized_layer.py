@@ -113,8 +113,12 @@ class QuantizedLayer(InParts, StatefulLayer):
         self.reset_buffers()
         return self.train(layer.training)
 
-    def multiply(self, x: Tensor, counts: Sequence[int] | None = None, offs: Tensor | None = None) -> Tensor:
+    def multiply(
+        self, x: Tensor, counts: Sequence[int] | None = None, offs: Tensor | None = None, *, reads: bool = False
+    ) -> Tensor:
         """Runs `linear` on x and this layer's parameters, as they lie.
+
+        `reads` is of a `forward` that does nothing else: then the casts of x may be those of the layer that read it before.
 
         Raises:
             TypeError: x is no tensor.
@@ -137,7 +141,8 @@ class QuantizedLayer(InParts, StatefulLayer):
         if not plain and sharding.mesh_of(x) is not None:
             raise ValueError("x is a DTensor, and the layer isn't cut: parallelize it over x's mesh, or pass x.to_local()")
         recipe, state = self.linear_recipe, self.state() if self.stateful or self.observed is not None else None
-        return apply(x, weight, bias, recipe, state=state, counts=counts, offs=offs, transposed=self.transposed)
+        reader = self if reads and plain else None
+        return apply(x, weight, bias, recipe, state=state, counts=counts, offs=offs, transposed=self.transposed, reader=reader)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -71,7 +71,7 @@ class TransposedLinear(QuantizedLayer):
         self.draw(lambda values: values.normal_(std=0.02), lambda values: values.zero_())
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.multiply(x)
+        return self.multiply(x, reads=True)
 
     def __repr__(self) -> str:
         return nn.Module.__repr__(self)
