@@ -72,7 +72,7 @@ def _whole(path: Path, name: str, tensor: Any) -> Any:
 
 
 def _to_numpy(part: Tensor):
-    part = part.detach().cpu().contiguous()
+    part = part.detach().cpu().resolve_conj().resolve_neg().contiguous()
     # NumPy has no small floats of its own: ml_dtypes' have the same names as torch's.
     if part.dtype.is_floating_point and part.element_size() == 1:
         import ml_dtypes

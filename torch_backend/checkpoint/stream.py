@@ -282,7 +282,7 @@ def _note_rows(found: _Found, key: Key, param: Tensor, shape: tuple[int, ...], o
 def _plain(name: str, tensor: Tensor, local: Tensor, found: _Found) -> Entry:
     if local.layout is not torch.strided:
         raise ValueError(f"{name} must be dense, got layout {local.layout}")
-    own = (local.values if isinstance(local, CastWeight) else local).detach()
+    own = (local.values if isinstance(local, CastWeight) else local).detach().resolve_neg()
     shape, key = tuple(tensor.shape), (name, "values")
     _note_rows(found, key, tensor, shape, lambda: own)
 

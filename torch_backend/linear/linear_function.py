@@ -105,7 +105,7 @@ class LinearFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shared: linear_ops.Casts | None, *state: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
-        state = state[0] if len(state) == 1 else state or NO_STATE
+        state = state[0] if state and type(state[0]) is tuple else state or NO_STATE
         history, scale, ctx.history, ctx.scale, ctx.key, ctx.step, ctx.observed = state
         recipe, (needs_x, needs_weight, _), count = call.recipe, call.needs, call.quantizes_weight
         rows, leading, ctx.axes = x, [], None
@@ -155,7 +155,7 @@ class LinearFunction(torch.autograd.Function):
             # Of now: it may move on before the backward.
             ctx.input_scale = scale.clone() if again and scale is not None else None
         parts = [weight] if needs_x else []
-        ctx.call, ctx.counts, ctx.kept, ctx.parts, ctx.x_origin = call, None, len(kept), len(parts), (0, 0)
+        ctx.call, ctx.counts, ctx.kept, ctx.parts, ctx.x_origin = call, None, len(kept), 1 if needs_x else 0, (0, 0)
         ctx.format, ctx.weight_beside = call.stored, False
         ctx.shape, ctx.dtype, ctx.bias_dtype = weight.shape, weight.dtype, None if bias is None else bias.dtype
         if call.traced:

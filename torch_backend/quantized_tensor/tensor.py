@@ -116,7 +116,8 @@ class QuantizedTensor(Wrapper):
                 raise ValueError(f"{name} is on {part.device} and codes on {codes.device}: move them to one device")
             if part.requires_grad:
                 raise ValueError(f"{name} requires grad, but no gradient flows into scales: pass {name}.detach()")
-        codes, scales = dtypes.stored(codes, scales, format)
+        codes, scales = dtypes.stored(codes, scales.resolve_neg(), format)
+        tensor_scale = None if tensor_scale is None else tensor_scale.resolve_neg()
         if dtype not in DTYPES:
             raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
         if not any(isinstance(number, torch.SymInt) for number in (columns, *origin)):
