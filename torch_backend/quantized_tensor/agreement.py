@@ -1,16 +1,17 @@
-"""A check that ranks hold the same kinds of weights, made once before their codes are first gathered together.
+"""A check that ranks hold the same kinds of weights, made once before their codes first go from one to another.
 
 Codes of two formats may have as many bytes, and what one rank sent would be decoded by another's format without an error. So
 before a group of FSDP2's parameters is gathered for the first time, every rank of their mesh puts a number that stands for the
 names, formats, shapes, dtypes and recipes of these parameters into one reduction, which gives the largest and the least: where
 they differ every rank raises. What FSDP2 made of a model says whether that was done, and it is alike on all ranks, whatever
 they hold, so they enter the reduction together; later gathers look no further than that. What FSDP2 can't do with quantized
-weights is refused at the same time.
+weights is refused at the same time. DistributedDataParallel's broadcasts of rank 0's weights ask in the same way (`bucket`).
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -26,7 +27,7 @@ from ..torch_internals import frame_above, fsdp_name, fsdp_param, fsdp_place, ga
 from .sharding import local_of, mesh_of
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed import ProcessGroup
 
 _agreed: WeakSet[Any] = WeakSet()
 """FSDP2's own entries (`FSDPParam`) for parameters on whose kind all ranks agree."""
@@ -48,7 +49,7 @@ def agree_before_gather() -> None:
     meshes = list(dict.fromkeys(mesh for one in together if (mesh := mesh_of(one.sharded_param)) is not None))
     for mesh in meshes:
         kinds = {fsdp_name(one): _kind(one) for one in together if mesh_of(one.sharded_param) == mesh}
-        _agree(mesh, kinds, param.device)
+        agree([mesh.get_group(axis) for axis in range(mesh.ndim)], kinds, param.device, "FSDP gathers")
     _agreed.update(together)
 
 
@@ -93,9 +94,19 @@ def _kind(param: Any) -> str:
     return kind_of(param.sharded_param) + (f", recipe {recipe}" if recipe else "")
 
 
-def _agree(mesh: DeviceMesh, kinds: dict[str, str], device: torch.device) -> None:
+def agree(groups: Sequence[ProcessGroup], kinds: dict[str, str], device: torch.device, who: str) -> None:
+    """Checks that all ranks of some groups hold the same kinds of weights. Every rank calls it.
+
+    Args:
+        groups: the process groups, of the axes of a mesh or one.
+        kinds: what this rank holds (`kind_of`), by name.
+        device: that the groups' collectives take.
+        who: moves the weights between ranks, with what it does to them.
+
+    Raises:
+        ValueError: on every rank, where they don't.
+    """
     number = int.from_bytes(hashlib.sha256(repr(sorted(kinds.items())).encode()).digest()[:7], "little")
-    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
     # The largest of the negated numbers is the least of them, negated: both in one reduction.
     bounds = max_reduce(torch.tensor([number, -number], device=device), [group.group_name for group in groups])
     largest, least = bounds.tolist()
@@ -112,8 +123,8 @@ def _agree(mesh: DeviceMesh, kinds: dict[str, str], device: torch.device) -> Non
             other, known = first.setdefault(name, (rank, kind))
             if known != kind:
                 raise ValueError(
-                    f"{name} is {known} on rank {other} and {kind} on rank {rank}: FSDP gathers weights that are alike on all "
+                    f"{name} is {known} on rank {other} and {kind} on rank {rank}: {who} weights that are alike on all "
                     "ranks; convert the model with the same recipe everywhere"
                 )
     names = [", ".join(theirs) for _, theirs in everyones]
-    raise ValueError(f"ranks gather different weights together: {' on one, '.join(dict.fromkeys(names))} on another")
+    raise ValueError(f"ranks hold different weights: {' on one, '.join(dict.fromkeys(names))} on another; {who} those of all")
