@@ -53,7 +53,7 @@ def gradient_keys(
         keys = _gradient_keys(key, step, list(folds), count)
     if advance:
         assert step is not None
-        uncounted(step).add_(1)
+        (step if now else uncounted(step)).add_(1)
     return keys[0] if single else keys
 
 

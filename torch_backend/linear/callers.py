@@ -57,8 +57,9 @@ def shared_casts(layer: nn.Module, x: Tensor) -> Casts | None:
         return None
     names, casts = frame.f_locals, None
     if _value(names, place.layer) is layer:
-        known = last is not None and last.place == place.before and last.input is x
-        casts = last.casts if known and all(_is_norm(_value(names, path)) for path in place.norms) else {}
+        casts = {}
+        if last is not None and last.place == place.before and last.input is x:
+            casts = last.casts if all(_is_norm(_value(names, path)) for path in place.norms) else {}
     frame.f_trace = _Read(frame.f_lasti, x, casts) if casts is not None and place.followed else None
     if type(names) is dict:
         # Before Python 3.13 a copy that lives as long as the frame.
@@ -176,7 +177,7 @@ def _read(code: CodeType) -> dict[int, _Place]:
                 pop(len(variables))
             case "STORE_FAST_LOAD_FAST":
                 pop(1)
-                stack.append((variables[1],))
+                stack.append((variables[-1],))
             case "LOAD_METHOD" | "LOAD_ATTR" as name:
                 # One instruction since Python 3.12.
                 called = name == "LOAD_METHOD" or (sys.version_info >= (3, 12) and one.arg is not None and one.arg & 1)

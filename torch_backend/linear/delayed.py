@@ -44,7 +44,7 @@ def record(history: Tensor, amax: Tensor, *, now: bool = False) -> None:
         cuda.library().record_amax(amax, history)
         return
     finite = torch.where(amax >= INFINITY, torch.zeros_like(amax), amax).view(torch.float32)
-    newest = uncounted(history)[:1]
+    newest = (history if now else uncounted(history))[:1]
     newest.copy_(torch.maximum(newest, finite))
 
 

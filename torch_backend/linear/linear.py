@@ -192,8 +192,9 @@ def known_by(
     kind = device.type
     # A recipe lives as long as the calls that are known by its number: they hold it. Nothing is unpacked: that takes a list.
     return (
-        id(recipe), type(x), x.shape[-1:], x.dtype, device, x.requires_grad,
-        type(weight), weight.shape, weight.dtype, weight.device, wants_grad(weight), id(getattr(weight, "format", None)),
+        id(recipe), type(x), x.shape[-1:], x.dtype, device, x.requires_grad, x.layout,
+        type(weight), weight.shape, weight.dtype, weight.layout, weight.device, wants_grad(weight),
+        id(getattr(weight, "format", None)),
         None if bias is None else (type(bias), bias.shape, bias.dtype, bias.device, bias.requires_grad),
         torch.is_grad_enabled(),
         torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None,
@@ -218,6 +219,8 @@ def check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, *, grouped: bo
                 " sharded have their weights in its module's forward (torch.distributed.fsdp.register_fsdp_forward_method adds "
                 "others), and blockfp.torch.parallelize cuts layers"
             )
+        if tensor is not None and tensor.layout is not torch.strided:
+            raise TypeError(f"{name} must be dense, got layout {tensor.layout}: pass {name}.to_dense()")
         if tensor is not None and tensor.dtype not in DTYPES:
             raise TypeError(f"{name} must be one of {', '.join(map(str, DTYPES))}, got {tensor.dtype}")
     if x.ndim < 1 or weight.ndim != 2 + grouped or x.shape[-1] != weight.shape[-2 if transposed else -1]:

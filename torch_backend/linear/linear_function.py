@@ -50,6 +50,8 @@ def layer_backward(
     rest = (None,) * (len(ctx.needs_input_grad) - 3)
     if gradient is None:
         return taken(ctx.waiting, ctx.saved_tensors[-1].dtype), None, None, *rest
+    if not compiled and gradient.layout is not torch.strided:
+        raise TypeError(f"the gradient of a layer's output must be dense, got layout {gradient.layout}: pass it as to_dense()")
     if not compiled and torch.is_grad_enabled():
         return *backward_with_graph(ctx, gradient), *rest
     saved = list(ctx.saved_tensors) if saved is None else saved

@@ -162,6 +162,8 @@ def _check_weight(where: str, name: str, weight: Any, leave: str) -> None:
         raise ValueError(f"{where} has no parameter named {name}: make it one, {leave}")
     if isinstance(weight, nn.UninitializedParameter):
         raise ValueError(f"{where} has no shape yet: run the model once before it is converted, {leave}")
+    if weight.layout is not torch.strided:
+        raise ValueError(f"the {name} of {where} has layout {weight.layout}: make it a parameter of to_dense(), {leave}")
     if type(weight) is not nn.Parameter:
         raise ValueError(
             f"the {name} of {where} is a {type(weight).__name__}: convert the model before it is sharded or its weights are "

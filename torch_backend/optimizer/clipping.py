@@ -33,6 +33,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, *, e
         The norm before, float32 ().
 
     Raises:
+        TypeError: a gradient is sparse.
         RuntimeError: the norm isn't finite, and `error_if_nonfinite` says so. The gradients are as they were.
 
     Example:
@@ -46,6 +47,9 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, *, e
     with_gradient = [p for p in ([parameters] if isinstance(parameters, Tensor) else parameters) if p.grad is not None]
     if not with_gradient:
         return torch.zeros(())
+    for layout in (sharding.local_of(p.grad).layout for p in with_gradient if p.grad is not None):
+        if layout is not torch.strided:
+            raise TypeError(f"gradients must be dense, got layout {layout}: use sparse=False in the embedding")
     norm = _squares(with_gradient, [_own_part(parameter) for parameter in with_gradient]).sum().sqrt()
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of the gradients is {norm.item()}, and error_if_nonfinite=True")
