@@ -70,6 +70,15 @@ version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 """Counts a tensor's writes in place, as autograd does for tensors that it has saved. There is no public name."""
 
 
+def uncounted(state: Tensor) -> Tensor:
+    """A tensor of a layer's state, to be written in place; in compiled code past its version, which code outside doesn't see.
+
+    Compiled code is given the state beside the input, and where a checkpoint is in it, and the graph is run as it is (backend
+    "eager"), autograd keeps it with the checkpoint's input, and refuses what was written when it makes all of that again.
+    """
+    return state.data if torch.compiler.is_compiling() else state
+
+
 def keeping_version(tensor: Tensor) -> AbstractContextManager[Any]:
     """Lets a tensor be written without autograd counting it, as FSDP2 refills what autograd has saved; it uses the same."""
     return torch.autograd._unsafe_preserve_version_counter(tensor)  # pyright: ignore[reportPrivateImportUsage]

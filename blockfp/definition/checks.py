@@ -81,10 +81,14 @@ def check_parts(
 
 def check_place(columns: int, origin: tuple[int, int]) -> None:
     """Raises TypeError or ValueError where columns and origin are not integers of 0 or more."""
+    if not hasattr(origin, "__len__") or len(origin) != 2:
+        # None of them is looked at: an expanded array has any number in the memory of one.
+        got = f"{len(origin)} of them" if hasattr(origin, "__len__") else type(origin).__name__
+        raise ValueError(f"origin must be of integers of 0 or more, (row, column), got {got}")
     for name, values in (("columns", (columns,)), ("origin", tuple(origin))):
         if not all(isinstance(value, int | np.integer) for value in values):
             raise TypeError(f"{name} must be of integers, got {values}")
-        if len(values) != (2 if name == "origin" else 1) or min(values) < 0:
+        if min(values) < 0:
             raise ValueError(f"{name} must be of integers of 0 or more, (row, column) for origin, got {values}")
 
 

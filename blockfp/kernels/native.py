@@ -325,7 +325,8 @@ class _Torch:
             raise TypeError(f"the CPU kernels take plain tensors, got a {type(x).__name__}, which has no memory of its own")
         if x.data_ptr() % x.element_size():  # as of torch.frombuffer
             x = x.detach().clone()
-        return x.detach() if x.requires_grad else x
+        # torch's negative bit: memory holds the negated values.
+        return (x.detach() if x.requires_grad else x).resolve_neg()
 
 
 _numpy = _NumPy()

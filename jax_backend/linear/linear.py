@@ -100,6 +100,9 @@ def linear(
     and scattered like the weight. Another axis that cuts it is tensor parallelism: if it cuts the rows (out), y is cut along
     its last axis (column parallel); if it cuts the columns (in), x must be, and y is summed (row parallel).
 
+    It has derivatives of every order, straight-through. Casts along rows and columns differ, so the derivative of its gradient
+    isn't symmetric: Hessian-vector products of forward over reverse mode are others than those of reverse over reverse.
+
     Args:
         x: float32, float16 or bfloat16 [..., in]; leading axes are flattened to tokens, along which columnwise blocks run.
         weight: [out, in], quantized in the recipe's format, or in high precision: then it is quantized here.

@@ -1,8 +1,11 @@
 """MLPs that `convert` finds in transformers' models: cast as they are made, with the bits of those that are not."""
 
+import ast
 import copy
 import functools
+import importlib.util
 import io
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,8 @@ import torch.nn.functional as F
 from blockfp.torch_backend.modules import convert as convert_module
 from blockfp.torch_backend.modules import gated_mlp
 from blockfp.torch_backend.modules.gated_mlp import FusedMLP, activation_of, parts_of
+from blockfp.torch_backend.modules.shared_inputs import READERS
+from counted_casts import casts_of
 from torch import nn
 
 import blockfp.torch as bfp
@@ -257,3 +262,63 @@ def test_activations():
 def test_layers_that_stay_are_left_with_their_mlp():
     model = bfp.convert(model_of("Llama"), "mxfp8", filter_fn=lambda path, layer: "up_proj" in path)
     assert not fused_in(model)
+
+
+@pytest.mark.parametrize(("name", "each"), [("Llama", 3), ("Qwen3", 3), ("Mistral", 3), ("Gemma3Text", 3), ("Phi3", 3)])
+@pytest.mark.parametrize("grad", [True, False])
+def test_query_key_and_value_share_a_cast_and_so_do_gate_and_up(name, each, grad):
+    """A layer casts its attention's input once, what attention makes, and its MLP's input."""
+    model = bfp.convert(model_of(name), "mxfp8", filter_fn=lambda path, layer: "lm_head" not in path)
+    tokens = torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(0))
+    with torch.set_grad_enabled(grad):
+        count, results = casts_of(lambda: model(tokens, use_cache=False).logits)
+        assert count == each * 2
+        # Hooks end it, and bits are those of layers that cast for themselves.
+        for layer in model.modules():
+            if isinstance(layer, bfp.Linear):
+                layer.register_forward_hook(lambda layer, args, y: None)
+        count, alone = casts_of(lambda: model(tokens, use_cache=False).logits)
+    assert count > each * 2 or name == "Phi3"
+    assert torch.equal(results, alone)
+
+
+def _called(node):
+    """The name of a module's own layer, where this is its call."""
+    function = node.func if isinstance(node, ast.Call) else None
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "self":
+        return function.attr
+    return None
+
+
+def _writes(node):
+    """Whether a piece of code may write into a tensor that it was given."""
+    if isinstance(node, ast.Assign):
+        return any(isinstance(target, ast.Subscript) for target in node.targets)
+    if isinstance(node, ast.Call):
+        names = [keyword.arg for keyword in node.keywords]
+        return "out" in names or (isinstance(node.func, ast.Attribute) and node.func.attr.endswith("_"))
+    return isinstance(node, ast.AugAssign)
+
+
+@pytest.mark.parametrize("place", READERS)
+def test_forwards_that_share_a_cast_write_nothing_between(place):
+    """Of all classes whose layers would share one, by their sources."""
+    library, folder = place.rstrip(".").split(".")
+    found = importlib.util.find_spec(library)
+    if found is None:
+        pytest.skip(f"{library} is not installed")
+    count, writing = 0, set()
+    for file in (Path(found.submodule_search_locations[0]) / folder).rglob("*.py"):
+        for cls in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ClassDef)):
+            for forward in (node for node in cls.body if isinstance(node, ast.FunctionDef) and node.name == "forward"):
+                nodes = list(ast.walk(forward))
+                for row in READERS[place]:
+                    lines = [node.lineno for node in nodes if _called(node) in row]
+                    if not set(row) <= {_called(node) for node in nodes}:
+                        continue
+                    count += 1
+                    between = (node for node in nodes if min(lines) <= getattr(node, "lineno", 0) <= max(lines))
+                    writing |= {f"{cls.name}: {ast.unparse(node)}" for node in between if _writes(node)}
+    assert count > 1
+    # Of a cache, that it was filled.
+    assert not {one for one in writing if ".is_updated[" not in one}

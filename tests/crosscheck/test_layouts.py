@@ -11,6 +11,7 @@ from released_files import BF16, E8M0, FP8, fp8_codes, run, some_bytes, spread, 
 
 import blockfp
 from blockfp.errors import BadFile
+from blockfp.files.layouts.layout import not_released
 
 
 @pytest.mark.parametrize("scale", [np.float32, E8M0], ids=["fp32", "e8m0"])
@@ -342,3 +343,21 @@ def test_own_arrays_of_such_names_come_back_as_they_were(tmp_path):
     got = blockfp.load(tmp_path / "own.safetensors")
     for name, array in arrays.items():
         np.testing.assert_array_equal(got[name].view(np.uint8), array.view(np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("model.layers.0.self_attn.q_proj.base_layer.weight", True),
+        ("base_model.model.lm_head.modules_to_save.default.weight", True),
+        ("layers.0.attn.q_proj.lora_a.weight", True),  # torchtune's
+        ("transformer.h.0.attn.attn.lora_A", True),  # litgpt's
+        ("base_model.model.model.embed_tokens.weight", True),
+        ("model.layers.0.self_attn.q_proj.weight", False),
+        ("wav2vec2.encoder.layers.0.adapter_layer.linear_1.weight", False),
+        ("model.layers.0.attn.w_lora.lora.0.weight", False),  # RWKV's
+        ("base_model.weight", False),
+    ],
+)
+def test_names_of_adapters_are_no_release_s(name, found):
+    assert (not_released(["model.norm.weight", name]) is not None) == found

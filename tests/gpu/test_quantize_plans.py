@@ -6,9 +6,11 @@ from blockfp.formats import FORMATS, Format
 
 torch = pytest.importorskip("torch")
 if torch.cuda.is_available():
-    from blockfp.torch_backend.custom_ops import linear_ops, quantize_plans, shared_casts
+    from blockfp.torch_backend.custom_ops import linear_ops, quantize_plans
     from blockfp.torch_backend.custom_ops.operand_ops import tensor_amax
     from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
+    from blockfp.torch_backend.modules.shared_inputs import sharing
+    from counted_casts import casts_of
 
     import blockfp.torch as bfp
 
@@ -126,22 +128,21 @@ def test_plans_are_bounded(monkeypatch):
     assert max(map(len, (linear_ops._forwards, linear_ops._backwards, quantize_plans._plans))) <= 16
 
 
-def test_a_cast_is_shared_on_its_own_stream_and_with_no_graph():
-    layer = bfp.Linear(256, 128, bias=False, recipe="mxfp8", device="cuda", dtype=torch.bfloat16)
-    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True) * 1
-    layer(x)
-    first = shared_casts.latest[0]
-    layer(x)
-    assert shared_casts.latest[0] is first
-    with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
-        layer(x)
-    assert shared_casts.latest[0] is not first
-    torch.cuda.synchronize()
+def test_a_cast_is_shared_in_a_graph_and_made_again_by_each_replay():
+    first, second = (bfp.Linear(256, 128, bias=False, recipe="mxfp8", device="cuda", dtype=torch.bfloat16) for _ in range(2))
+
+    def both(x):
+        with sharing((first, second)):
+            return first(x), second(x)
+
+    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
+        assert casts_of(both, x)[0] == 1
+        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            y = layer(x)
+            a, b = both(x)
         x.copy_(torch.randn_like(x))
         graph.replay()
-        assert torch.equal(y, layer(x.detach().clone()))
+        assert torch.equal(a, first(x.detach().clone()))
+        assert torch.equal(b, second(x.detach().clone()))

@@ -245,3 +245,17 @@ def test_delayed_scaling_moves_on_alike(algorithm):
     moved = bfp.update_scales(ours, jax.tree.map(jnp.zeros_like, ours), recipe)
     for name in ("input_amax_history", "input_scale", "gradient_amax_history", "gradient_scale"):
         np.testing.assert_array_equal(bits_of(np.asarray(getattr(moved, name))), bits_of(getattr(layer, name).numpy()))
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "mxfp4_rotated"])
+def test_hessian_vector_products(recipe):
+    """Those of a gradient's gradient, the order that PyTorch has."""
+    draw = np.random.default_rng(0)
+    x, weight, along = (draw.standard_normal(shape).astype(np.float32) for shape in ((64, 64), (32, 64), (32, 64)))
+    loss = lambda w: (jnp.tanh(bfp.linear(x, w, recipe=recipe, key=5)) ** 2).sum()  # noqa: E731
+    wanted = jax.grad(lambda w: jnp.vdot(jax.grad(loss)(w), along))(jnp.asarray(weight))
+    leaf = torch.tensor(weight, requires_grad=True)
+    value = (torch.tanh(bfp_torch.linear(torch.tensor(x), leaf, recipe=recipe, key=5)) ** 2).sum()
+    (gradient,) = torch.autograd.grad(value, leaf, create_graph=True)
+    (found,) = torch.autograd.grad(gradient.mul(torch.tensor(along)).sum(), leaf)
+    np.testing.assert_allclose(found.numpy(), wanted, rtol=2e-5, atol=2e-5 * np.abs(wanted).max())

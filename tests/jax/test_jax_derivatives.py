@@ -368,3 +368,46 @@ def test_a_bias_is_no_matter_of_dx_and_dw(recipe, dtype):
     dx, dw, db = with_bias(y)
     assert all(map(np.array_equal, (dx, dw), pullback(y)))
     assert np.array_equal(db, jnp.sum(y, axis=0, dtype=jnp.float32).astype(dtype))
+
+
+# As docs/jax.md says: how far the orders of differentiation are from each other, and from the product without quantization.
+PRODUCTS = {
+    "fp8_current": ((0.015, 0.06), (0.08, 0.10)),
+    "mxfp8": ((0.015, 0.06), (0.08, 0.10)),
+    "mxfp6": ((0.015, 0.06), (0.155, 0.175)),
+    "mxfp4": ((0.015, 0.06), (0.325, 0.425)),
+    "nvfp4": ((0.125, 0.235), (0.325, 0.425)),
+    "mxfp4_rotated": ((0.125, 0.235), (0.325, 0.425)),
+}
+
+
+def network(x, weights, recipe):
+    y = x
+    for i, weight in enumerate(weights):
+        y = jnp.tanh(y @ weight.T if recipe is None else bfp.linear(y, weight, recipe=recipe, key=5 + i))
+    return (y**2).sum()
+
+
+@pytest.mark.parametrize("recipe", PRODUCTS)
+def test_hessian_vector_products_depend_on_the_order(recipe):
+    draw = np.random.default_rng(0)
+    x = jnp.asarray(draw.standard_normal((64, 64)), jnp.float32)
+    shapes = ((128, 64), (32, 128))
+    weights = tuple(jnp.asarray(draw.standard_normal(shape) * shape[1] ** -0.5, jnp.float32) for shape in shapes)
+    along = tuple(jnp.asarray(draw.standard_normal(shape), jnp.float32) for shape in shapes)
+
+    def of(recipe):
+        loss = lambda weights: network(x, weights, recipe)  # noqa: E731
+        yield jax.jvp(jax.grad(loss), (weights,), (along,))[1]
+        yield jax.grad(lambda w: sum(map(jnp.vdot, jax.grad(loss)(w), along)))(weights)
+        yield jax.grad(lambda w: jax.jvp(loss, (w,), (along,))[1])(weights)
+
+    flat = lambda tree: np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in tree])  # noqa: E731
+    apart = lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(b)  # noqa: E731
+    exact, *others = map(flat, of(None))
+    assert all(apart(other, exact) < 1e-5 for other in others)
+    found = list(map(flat, of(recipes.parse(recipe))))
+    (least, most), (closest, farthest) = PRODUCTS[recipe]
+    for i, j in ((0, 1), (2, 1), (0, 2)):
+        assert least <= apart(found[i], found[j]) <= most, (i, j)
+    assert all(closest <= apart(one, exact) <= farthest for one in found)

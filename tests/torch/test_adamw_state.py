@@ -183,3 +183,40 @@ def test_fp8_moments_take_a_quarter():
     kept = sum(x.numel() * x.element_size() for name, x in state.items() if name.startswith("exp_"))
     assert kept / p.numel() == pytest.approx(2 * (1 + 4 / 128))
     assert np.isfinite(state["exp_avg_scales"].numpy()).all()
+
+
+@pytest.mark.parametrize("kind", [bfp.AdamW, bfp.Adam])
+def test_options_of_torchs_that_change_nothing_are_taken(kind):
+    """Trainers pass them, and so do groups of torch's own optimizers."""
+    results = []
+    theirs = torch.optim.AdamW if kind is bfp.AdamW else torch.optim.Adam
+    named = [
+        *({}, {"foreach": True, "fused": None}, {"fused": True}, {"foreach": False, "fused": False}),
+        {"amsgrad": False, "maximize": False, "differentiable": False},
+    ]
+    for options in (*named, None):
+        layer = bfp.Linear(64, 32, recipe="mxfp8", dtype=torch.bfloat16)
+        layer.load_state_dict({"weight": values((32, 64), 0, torch.bfloat16), "bias": torch.ones(32)}, strict=False)
+        params = layer.parameters()
+        if options is None:
+            params, options = theirs(params, lr=0.1).param_groups, {}
+        optimizer = kind(params, lr=0.1, **options)
+        for p in layer.parameters():
+            p.grad = values(tuple(p.shape), 1, torch.bfloat16)
+        optimizer.step()
+        results.append((layer.weight.codes, layer.weight.scales, layer.bias))
+    # torch's groups come with weight decay of their own, which is as large.
+    assert all(torch.equal(*pair) for found in results[1:] for pair in zip(found, results[0], strict=True))
+
+
+@pytest.mark.parametrize("kind", [bfp.AdamW, bfp.Adam])
+@pytest.mark.parametrize("name", ["amsgrad", "maximize", "differentiable", "decoupled_weight_decay"])
+def test_options_of_torchs_that_would_change_it_are_refused(kind, name):
+    weight = nn.Parameter(bfp.quantize(torch.ones(32, 64), "mxfp8_e4m3_32x32"))
+    value = kind is bfp.Adam if name == "decoupled_weight_decay" else True
+    message = f"{name}={value}: {kind.__name__} doesn't have it"
+    if name != "decoupled_weight_decay":
+        with pytest.raises(ValueError, match=message):
+            kind([weight], **{name: True})
+    with pytest.raises(ValueError, match=message):
+        kind([{"params": [weight], name: value}])

@@ -1,11 +1,13 @@
 """torch.compile of layers, by its options."""
 
+import contextlib
 import copy
 
 import pytest
 import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 import blockfp
 import blockfp.torch as bfp
@@ -80,3 +82,36 @@ def test_a_cache_tells_weights_apart(weights, monkeypatch):
     assert made("mxfp8")._stable_hash_for_caching() == found[0]
     monkeypatch.setattr(blockfp, "__version__", "another")
     assert made("mxfp8")._stable_hash_for_caching() != found[0]
+
+
+CHECKPOINTS = {
+    "": {"use_reentrant": False},
+    "reentrant": {"use_reentrant": True},
+    "products kept": {"use_reentrant": False, "context_fn": bfp.keep_products},
+}
+
+
+@pytest.mark.parametrize(("recipe", "observed"), [("fp8_delayed", False), ("nvfp4", False), ("nvfp4", True)])
+@pytest.mark.parametrize("options", CHECKPOINTS)
+def test_checkpoints_and_what_layers_keep_between_steps(recipe, options, observed):
+    """Compiled code is given the layers' buffers beside the input, and writes them before a checkpoint has all made again.
+
+    Backend "eager" runs the graph as it is; others don't keep buffers for it.
+    """
+    torch._dynamo.reset()
+    # The backward of the last layer runs before the input of the first one is made again.
+    model = nn.Sequential(bfp.Linear(64, 64, recipe=recipe), nn.GELU(), bfp.Linear(64, 64, recipe=recipe))
+    other, found = copy.deepcopy(model), []
+    for name, buffer in other.named_buffers():
+        buffer.copy_(model.get_buffer(name))
+    for one, backend in ((model, None), (other, "eager")):
+        run = lambda x, one=one: checkpoint(one, x, **CHECKPOINTS[options])  # noqa: E731
+        run = run if backend is None else torch.compile(run, backend=backend)
+        with bfp.observe(one) if observed else contextlib.nullcontext() as observation:
+            for step in range(2):
+                x = torch.randn((32, 64), generator=torch.Generator().manual_seed(step), requires_grad=True)
+                run(x).square().sum().backward()
+            figures = torch.tensor([each.sqnr for each in observation.step()] if observed else [])
+        found.append([figures, *one.buffers(), x.grad, *(param.grad for param in one.parameters())])
+    for wanted, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted)

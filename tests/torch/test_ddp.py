@@ -129,6 +129,76 @@ def test_a_wrapper_that_holds_the_weights_is_refused():
     gloo.run(2, __file__, "_wrapped_before")
 
 
+# Models in which DDP lays a quantized weight out alone.
+ALONE = {
+    "no bias": lambda: nn.Sequential(nn.Linear(64, 64, bias=False)),
+    "norms in float32": lambda: nn.Sequential(nn.LayerNorm(64, dtype=torch.float32), Cast(), nn.Linear(64, 64, bias=False)),
+    # Above 250 MB, which torch sends together at the start; less is enough where nothing else is of that dtype.
+    "a head above": lambda: nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 4096, bias=False)),
+}
+
+
+class Cast(nn.Module):
+    def forward(self, x):
+        return x.to(torch.bfloat16)
+
+
+def _alone_in_a_bucket(rank):
+    from torch.nn.parallel import distributed
+
+    for name, made in ALONE.items():
+        for recipe in ("mxfp8", "nvfp4", "fp8_current"):
+            models = []
+            for seed in (rank, 0):
+                torch.manual_seed(seed)
+                model = made()
+                for linear in model.modules():
+                    if isinstance(linear, nn.Linear):
+                        linear.to(torch.bfloat16)
+                models.append(bfp.convert(model, recipe))
+            model, first = models
+            torch.manual_seed(rank)
+            sync = distributed._sync_module_states
+            if name == "a head above":
+                small = lambda *, broadcast_bucket_size, sync=sync, **options: sync(broadcast_bucket_size=4096, **options)  # noqa: E731
+                distributed._sync_module_states = small
+            try:
+                parallel = DistributedDataParallel(model, bucket_cap_mb=0.001)
+            finally:
+                distributed._sync_module_states = sync
+            for param, reference in zip(model.parameters(), first.parameters(), strict=True):
+                for part, expected in zip(contents(param), contents(reference), strict=True):
+                    assert torch.equal(part, expected), (name, recipe)
+            optimizer = bfp.AdamW(model.parameters(), lr=1e-2)
+            for step in range(2):
+                x = torch.randn(32, 64, generator=torch.Generator().manual_seed(2 * step + rank))
+                parallel(x if name == "norms in float32" else x.bfloat16()).float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_alike_on_all_ranks(model)
+
+
+def test_a_weight_that_is_sent_alone():
+    gloo.run(2, __file__, "_alone_in_a_bucket")
+
+
+def _ranks_that_differ(rank):
+    # The first two have codes of as many bytes.
+    for pair in (("mxfp8", "fp8_block"), ("fp8_current", "mxfp8"), ("mxfp4", "nvfp4"), ("mxfp8", "mxfp6")):
+        for bias in (True, False):
+            torch.manual_seed(rank)
+            model = bfp.convert(nn.Sequential(nn.Linear(64, 64, bias=bias), nn.Linear(64, 128, bias=bias)), pair[rank])
+            before = [part.clone() for param in model.parameters() for part in contents(param)]
+            with pytest.raises(ValueError, match=r"weight 0 of .* is .* of shape \(64, 64\) and torch.float32 on rank 0 and "):
+                DistributedDataParallel(model)
+            after = [part for param in model.parameters() for part in contents(param)]
+            assert all(torch.equal(*one) for one in zip(before, after, strict=True))
+
+
+def test_ranks_with_other_formats_are_told():
+    gloo.run(2, __file__, "_ranks_that_differ")
+
+
 def _older_ways_to_shard(rank):
     x = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(0))
 

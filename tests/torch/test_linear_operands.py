@@ -1,10 +1,9 @@
-"""`linear`'s operands: their bits, one cast for the layers that read an input, what is kept of them; its ops by opcheck."""
+"""`linear`'s operands: their bits, what is kept of them; its ops by opcheck."""
 
-import numpy as np
 import pytest
 import torch
 from arrays import values
-from blockfp.torch_backend.custom_ops import linear_ops, operand_ops, products, quantize_plans, shared_casts
+from blockfp.torch_backend.custom_ops import linear_ops, operand_ops, products, quantize_plans
 from blockfp.torch_backend.custom_ops.key_ops import gradient_keys
 from blockfp.torch_backend.linear import linear
 from linear_reference import SCALES, state_of
@@ -71,75 +70,6 @@ def test_opcheck_of_a_layer(name):
         for needs in ((True, True), (bool(checks), not checks)):
             arguments = (gradient, kept, *w, None, scale, keys, casts, *needs, 80, torch.bfloat16, [0, 0])
             torch.library.opcheck(linear_ops.linear_backward, arguments, **checks)
-
-
-@pytest.mark.parametrize("shape", [(64, 96), (2, 32, 96)])
-@pytest.mark.parametrize("name", recipes.RECIPES)
-def test_layers_of_one_input_share_its_cast(name, shape, monkeypatch):
-    """What three layers keep of a result that all of them read is kept once; bits are those of layers on their own."""
-    layers = [bfp.Linear(96, 32, recipe=name) for _ in range(3)]
-    leaf, cast, saved = values(shape, 0).requires_grad_(), recipes.parse(name).input_columnwise, []
-    counted = {layer.weight.codes.data_ptr() for layer in layers}
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        x = leaf * 1
-        saved.clear()
-        results = [layer(x) for layer in layers]
-    plain = [t for t in saved if type(t) is torch.Tensor and t.numel() and t.data_ptr() not in counted]
-    column = bfp.quantize(values(shape, 0).flatten(0, -2).mT.contiguous(), cast.format)
-    each = sum(part.nbytes for part in (column.codes, column.scales, column.tensor_scale) if part is not None)
-    times = 3 if name == "fp8_delayed" else 1
-    assert sum({t.data_ptr(): t.nbytes for t in plain}.values()) == times * each
-    alone = [layer(values(shape, 0).requires_grad_()) for layer in layers]
-    assert all(torch.equal(a, b) for a, b in zip(results, alone, strict=True))
-
-
-def test_what_may_have_changed_is_cast_again():
-    layer = bfp.Linear(32, 16, bias=False, recipe="mxfp8")
-    fresh = lambda x: layer(x.detach().clone())  # noqa: E731
-    x = values((4, 32), 0).requires_grad_() * 1
-    assert torch.equal(layer(x), fresh(x))
-    x.mul_(3)
-    assert torch.equal(layer(x), fresh(x))
-    with torch.no_grad():
-        x[0].zero_()
-        assert torch.equal(layer(x), fresh(x))
-    layer(x)
-    x.data = values((4, 32), 1)
-    assert torch.equal(layer(x), fresh(x))
-    # Memory that others fill, without a word to torch.
-    memory = np.ones((4, 32), np.float32)
-    leaf = torch.from_numpy(memory)
-    first = layer(leaf)
-    memory *= 2
-    assert not torch.equal(layer(leaf), first)
-    # Nothing of an input outlives it.
-    x = x * 1
-    layer(x)
-    assert shared_casts.latest
-    del x
-    assert not shared_casts.latest
-
-
-def test_compiled_layers_share_a_cast():
-    """Layers that read one input quantize it once, and keep its codes once."""
-    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-    from torch._dynamo.backends.common import aot_autograd
-
-    graphs = []
-
-    first, second = (bfp.Linear(64, 32, recipe="mxfp8") for _ in range(2))
-
-    def kept(graph, inputs):
-        graphs.append([str(node.target) for node in graph.graph.nodes if "blockfp" in str(node.target)])
-        return make_boxed_func(graph.forward)
-
-    backend = aot_autograd(fw_compiler=kept, bw_compiler=kept, partition_fn=min_cut_rematerialization_partition)
-    run = torch.compile(lambda x: (first(x), second(x)), backend=backend, fullgraph=True)
-    sum(y.square().sum() for y in run(values((8, 64), 0).requires_grad_())).backward()
-    forward, backward = graphs
-    # One cast in each direction: of an input of the graph the backward keeps codes.
-    assert sorted(forward) == ["blockfp.product.default"] * 2 + ["blockfp.quantize_operand.default"] * 2
-    assert backward == ["blockfp.linear_backward.default"] * 2
 
 
 def test_plans_are_bounded(monkeypatch):

@@ -210,11 +210,11 @@ def test_also_replicas_and_empty_ranks(shape, odd):
 def test_one_reduction_for_a_group_of_parameters_and_none_after_the_first_step():
     """With rows that end unevenly FSDP2 replaces the local tensor at the first gather; what it knows a parameter by stays."""
     counted = []
-    original = agreement._agree
+    original = agreement.agree
 
-    def agree(mesh, kinds, device):
+    def agree(groups, kinds, *more):
         counted.append((dist.get_rank(), *kinds))
-        return original(mesh, kinds, device)
+        return original(groups, kinds, *more)
 
     def rank_main(rank):
         model = side("mxfp8_e4m3_32x32", [(50, 64), (33, 64), (1, 64)])
@@ -223,7 +223,7 @@ def test_one_reduction_for_a_group_of_parameters_and_none_after_the_first_step()
         for _ in range(3):
             model(inputs_for(rank, 64)).backward()
 
-    with mock.patch.object(agreement, "_agree", agree):
+    with mock.patch.object(agreement, "agree", agree):
         threaded.run(4, rank_main)
     groups = (("layers.0.weight", "layers.1.weight"), ("layers.2.weight",))
     assert sorted(counted) == sorted((rank, *group) for rank in range(4) for group in groups)

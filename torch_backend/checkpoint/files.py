@@ -7,6 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -36,8 +37,8 @@ def save(
         file_bytes, metadata: as for `blockfp.save`.
 
     Raises:
-        TypeError, ValueError: as `blockfp.save`; BadFile names a tensor that is a shard, sparse or on the meta device, or of a
-            dtype that can't be stored.
+        TypeError, ValueError: as `blockfp.save`, and of an array of another library; BadFile names a tensor that is a shard,
+            sparse or on the meta device, or of a dtype that can't be stored.
     """
     if isinstance(tensors, Mapping):
         tensors = {name: _whole(Path(path), name, tensor) for name, tensor in tensors.items()}
@@ -62,6 +63,11 @@ def load(path: str | PathLike[str], *, device: torch.device | str = "cpu") -> di
 
 def _whole(path: Path, name: str, tensor: Any) -> Any:
     """Returns the tensor to save; raises BadFile where it isn't whole, or its values can't be read."""
+    if isinstance(tensor, np.ndarray | QuantizedArray) or type(tensor).__module__.startswith("jax"):
+        raise TypeError(
+            f"tensor {name!r} must be a torch.Tensor, got {type(tensor).__name__}: blockfp.save and blockfp.jax.save take the "
+            "arrays of their libraries"
+        )
     if isinstance(tensor, DTensor) or (isinstance(tensor, CastWeight) and (tensor.cut or tensor.shape != tensor.whole)):
         raise BadFile(path, "it is a shard, not a whole tensor: save_checkpoint saves sharded models", name)
     if isinstance(tensor, Tensor) and tensor.is_meta:
@@ -72,7 +78,7 @@ def _whole(path: Path, name: str, tensor: Any) -> Any:
 
 
 def _to_numpy(part: Tensor):
-    part = part.detach().cpu().contiguous()
+    part = part.detach().cpu().resolve_conj().resolve_neg().contiguous()
     # NumPy has no small floats of its own: ml_dtypes' have the same names as torch's.
     if part.dtype.is_floating_point and part.element_size() == 1:
         import ml_dtypes

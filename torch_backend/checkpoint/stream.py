@@ -23,7 +23,7 @@ from blockfp.definition.views import dtype_of
 from blockfp.files import saving
 from blockfp.files.contents import Contents, Weight, quantized_entries
 from blockfp.files.layouts.known import LAYOUTS
-from blockfp.files.layouts.layout import Layout
+from blockfp.files.layouts.layout import Layout, not_released
 from blockfp.files.modelfile import Tensor as Entry
 from blockfp.files.names import SUFFIXES
 from blockfp.sharding.parts import Part
@@ -282,7 +282,7 @@ def _note_rows(found: _Found, key: Key, param: Tensor, shape: tuple[int, ...], o
 def _plain(name: str, tensor: Tensor, local: Tensor, found: _Found) -> Entry:
     if local.layout is not torch.strided:
         raise ValueError(f"{name} must be dense, got layout {local.layout}")
-    own = (local.values if isinstance(local, CastWeight) else local).detach()
+    own = (local.values if isinstance(local, CastWeight) else local).detach().resolve_neg()
     shape, key = tuple(tensor.shape), (name, "values")
     _note_rows(found, key, tensor, shape, lambda: own)
 
@@ -295,6 +295,8 @@ def _plain(name: str, tensor: Tensor, local: Tensor, found: _Found) -> Entry:
 
 def _check(found: _Found, known: Layout) -> None:
     """Raises ValueError where the layout can't hold a weight as it is; looks at this rank's scales."""
+    if no_release := not_released(found.names):
+        raise ValueError(" ".join(no_release))
     for name, weight in found.weights.items():
         problem = known.problem(weight)
         if problem is not None:

@@ -60,7 +60,7 @@ def check_beside(x: torch.Tensor, name: str, **others: torch.Tensor | None) -> N
 
 def stack_of(x: Array) -> Array:
     """Makes x a stack of matrices, as the library takes it; copies only where leading axes are not evenly spaced."""
-    x = x.detach()
+    x = x.detach().resolve_neg()
     return x.flatten(0, -3) if x.ndim > 3 and not x.is_contiguous() else x
 
 

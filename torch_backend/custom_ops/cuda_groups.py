@@ -75,7 +75,7 @@ def quantize_groups(
         aligned: which directions of MX come aligned (`cuda_layouts.align`), as the products of groups take them.
     """
     check_beside(x, "x", words=words, keys=keys, multiplier=multiplier)
-    x = x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
+    x = (x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()).resolve_neg()
     if row is not None and column is not None and row is not column:
         own = {"eps": eps, "multiplier": multiplier, "keys": keys}
         first = quantize_groups(x, words, groups, row, None, row_keyed=row_keyed, aligned=aligned, **own)
@@ -140,7 +140,7 @@ def sum_groups(x: Tensor, words: Tensor, groups: int) -> Tensor:
     """Adds up the rows of each group in a fixed order: float32 [groups, features] of x [tokens, features]."""
     check_beside(x, "x", words=words)
     out = x.new_empty((groups, x.shape[1]), dtype=torch.float32)
-    library().sum_groups(x.detach().contiguous(), words, out)
+    library().sum_groups(x.detach().contiguous().resolve_neg(), words, out)
     return out
 
 

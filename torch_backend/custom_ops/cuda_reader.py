@@ -76,6 +76,7 @@ def reader(
     shifts = align_plans(x.shape, format if rows else None, format if columns else None, aligned)
 
     def read(x, amax=None, multiplier=None, keys=None):
+        x = x.resolve_neg() if x.is_neg() else x
         known = recorded = None
         if measures:
             known = new_word()
@@ -133,6 +134,7 @@ def _aligned_reader(
     new_word, numbers = maker((1,), torch.int32, device), format_numbers(format)
 
     def read(x, amax=None, multiplier=None, keys=None):
+        x = x.resolve_neg() if x.is_neg() else x
         parts: list[Any] = [None] * 6
         for place, new in made:
             parts[place] = new()

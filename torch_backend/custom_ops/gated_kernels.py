@@ -102,8 +102,11 @@ def _aligned_plan(
 
 
 def lies_aligned(gate: Tensor, up: Tensor | None) -> bool:
-    """Says whether they begin on multiples of 16 bytes, as each call has to ask. Of pairs the gate is asked about."""
-    return gate.data_ptr() % 16 == 0 and (up is None or up.data_ptr() % 16 == 0)
+    """Says whether memory holds them from a multiple of 16 bytes on, as each call has to ask. Of pairs the gate is asked about.
+
+    It may hold the negated values, as torch's negative bit says.
+    """
+    return all(one is None or not (one.data_ptr() % 16 or one.is_neg()) for one in (gate, up))
 
 
 def made_of(gate: Tensor, up: Tensor | None, activation: str, layout: str) -> Tensor | None:
@@ -133,8 +136,8 @@ def gradient_of(gradient: Tensor, gate: Tensor, up: Tensor | None, activation: s
         or not agrees(gate, activation, True)
     ):
         return None
-    if gradient.stride(-1) != 1 or gradient.stride(0) % 8 or gradient.data_ptr() % 16:
-        gradient = gradient.contiguous()
+    if gradient.stride(-1) != 1 or gradient.stride(0) % 8 or gradient.data_ptr() % 16 or gradient.is_neg():
+        gradient = gradient.contiguous().resolve_neg()
         if gradient.data_ptr() % 16:
             gradient = gradient.clone()
     rows, columns = gate.shape

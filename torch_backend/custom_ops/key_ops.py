@@ -13,6 +13,7 @@ from torch import Tensor
 
 from blockfp.definition.rounding import COLUMNWISE, ROWWISE, fold_in, gradient_key
 
+from ..torch_internals import uncounted
 from . import cuda
 from .kernels import kernels_for
 from .library import define, fake, impl, runs_now
@@ -52,7 +53,7 @@ def gradient_keys(
         keys = _gradient_keys(key, step, list(folds), count)
     if advance:
         assert step is not None
-        step.add_(1)
+        (step if now else uncounted(step)).add_(1)
     return keys[0] if single else keys
 
 

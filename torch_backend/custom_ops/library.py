@@ -6,6 +6,7 @@ Ops carry a format as its name. A compiled graph holds one call to each; what ru
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from blockfp.definition import layout
 from blockfp.formats import Format
 
-from ..torch_internals import dispatch_modes
+from ..torch_internals import FakeTensor, dispatch_modes, pytree
 
 # A Library with Python functions costs two thirds of `torch.library.custom_op`'s host time.
 _library = torch.library.Library("blockfp", "DEF")
@@ -26,7 +27,27 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def define(schema: str) -> Any:
     """Defines an op and returns it, ready to be called."""
     name = _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    return getattr(torch.ops.blockfp, name).default
+    op = getattr(torch.ops.blockfp, name).default
+    _library.impl(name, partial(_resolved, op), "Negative")
+    return op
+
+
+def _resolved(op: Any, *arguments: Any, **options: Any) -> Any:
+    """Calls an op with tensors whose memory holds the negated values, as torch's negative bit says, as it has them elsewhere.
+
+    Raises:
+        ValueError: a compiler traces. Inductor reads memory, and takes no notice of the bit.
+    """
+
+    def resolved(tensor: Tensor) -> Tensor:
+        if tensor.is_neg() and isinstance(tensor, FakeTensor):
+            raise ValueError(
+                "a tensor has torch's negative bit (is_neg()), as parts of conjugated complex tensors have, and compilers take "
+                "the negated values that its memory holds: give compiled code resolve_neg() of it"
+            )
+        return tensor.resolve_neg()
+
+    return op(*pytree.tree_map_only(Tensor, resolved, arguments), **pytree.tree_map_only(Tensor, resolved, options))
 
 
 def impl(op: Any) -> Register:

@@ -27,7 +27,7 @@ from blockfp.recipes import Recipe
 from .library import define, fake, impl
 from .products import Matrix, Product, comes_aligned, in_order, product_of
 from .quantize_plans import Aligned, Run, kept, plan_of, quantize_matrix
-from .shared_casts import SharedCast
+from .shared_casts import Casts
 
 linear_backward = define(
     "linear_backward(Tensor gradient, Tensor[] x, Tensor? weight, Tensor? scales, Tensor? tensor_scale, Tensor? amax, "
@@ -126,7 +126,7 @@ def forward(
     casts: str,
     keep: bool,
     origin: tuple[int, int] = (0, 0),
-    shared: SharedCast | None = None,
+    shared: Casts | None = None,
     found: list[Tensor] | None = None,
 ) -> list[Tensor]:
     """Carries out a layer's forward.
@@ -159,11 +159,11 @@ def forward(
         plan = _plan_forward(x, multiplier is not None, recipe_of(casts), keep, origin, own)
     quantize, row, count, aligned, format, fast, exact, cast, multiply = plan
     if found is None and shared is not None:
-        found = shared.parts.get(cast)
+        found = shared.get(cast)
     if found is None:
         found = [] if quantize is None else quantize(x, None, multiplier, None)
         if shared is not None and multiplier is None:
-            shared.parts[cast] = found
+            shared[cast] = found
     a, parts = [x] if row is None else found[:count], found[count:]
     del found
     made: list[Tensor] = []

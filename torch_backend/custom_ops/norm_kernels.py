@@ -51,9 +51,9 @@ def cast_of(
         run = plan_of(x.detach().flatten(0, -2), weight, norm_eps, row, column, multiplied, rotate, eps) if takes else None
         if not torch.cuda.is_current_stream_capturing():
             kept(_plans, key, run)
-    # Each call asks for the addresses.
-    aligned = x.data_ptr() % 16 == 0 and (weight is None or weight.data_ptr() % 16 == 0)
-    return run if aligned else None  # pyright: ignore[reportReturnType]
+    # Each call asks for the addresses, and whether memory holds the negated values.
+    read = all(one is None or not (one.data_ptr() % 16 or one.is_neg()) for one in (x, weight))
+    return run if read else None  # pyright: ignore[reportReturnType]
 
 
 def plan_of(

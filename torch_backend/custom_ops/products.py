@@ -371,7 +371,7 @@ def on_codes(
             assert new is not None
             out = new()
         workspace = None if new_workspace is None else new_workspace()
-        added = bias.contiguous() if bias is not None and adds_bias else None
+        added = bias.contiguous().resolve_neg() if bias is not None and adds_bias else None
         # The library reads contiguous codes that begin on multiples of 16 bytes.
         left, left_scales, right, right_scales = a[0].contiguous(), a[1].contiguous(), b[0].contiguous(), b[1].contiguous()
         if left.data_ptr() % 16:

@@ -209,6 +209,9 @@ def _cpu_plan(x, row, column, knows_amax, multiplied, random, rotate, eps) -> Ru
     # The plan knows which of amax, multiplier and keys are given.
     def run(x: Tensor, amax: Any, multiplier: Any, keys: Any) -> list[Tensor]:
         x = x.detach() if contiguous else x.contiguous()
+        if x.is_neg():
+            # torch's bit that says that memory holds the negated values, of parts of conjugated complex tensors.
+            x = x.resolve_neg()
         if x.data_ptr() % size:
             x = x.clone()
         if multiplier is not None:
@@ -239,6 +242,7 @@ def _cpu_plan(x, row, column, knows_amax, multiplied, random, rotate, eps) -> Ru
 def _definition_plan(row, column, random, rotate, eps) -> Run:
     def run(x: Tensor, amax: Tensor | None, multiplier: Tensor | None, keys: Tensor | None) -> list[Tensor]:
         recorded: list[Tensor] = []
+        x = x.resolve_neg()
         if multiplier is None:
             row_key, column_key = (keys[i] if keys is not None and random[i] else None for i in range(2))
             results = _one_by_one(x, row, column, amax, row_key, column_key, rotate, eps)

@@ -1,63 +1,64 @@
-"""Casts of an input that several layers read one after another, as query, key and value do: made once, and kept once.
+"""Casts of an input that several layers of one module read, as query, key and value do: made once, and kept once.
 
-Eager code alone: compilers find equal casts themselves. Only results of operations that autograd has recorded are shared.
-Writing into these is counted by their version, as autograd's own saved tensors require. A leaf, whose memory someone else may
-fill, is quantized each time, and so is everything while a CUDA graph is captured.
+A tensor can't tell whether it is what it was: collectives, `.data`, NumPy, DLPack and other kernels write without moving its
+version. So casts are shared only while a forward runs that is known to write nothing between (`modules.shared_inputs`).
 
-What is kept in `latest` is kept as long as the input's Python object lives, no other such input comes, and no backward begins.
+Eager code alone: compilers find equal casts themselves.
 """
 
 from __future__ import annotations
 
-import weakref
+import threading
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..torch_internals import raw_stream, version_of
+Casts = dict[Any, list[Tensor]]
+"""The parts of one input, rowwise and columnwise, by how they were made (`linear_ops.forward`)."""
 
 
-class SharedCast:
-    """The parts of an input, by how they were made.
+class SharedCasts:
+    """Lets the layers of one module share the casts of what they read, within `with`.
 
     Attributes:
-        input: the tensor.
-        version: its version when they were made.
-        address: of its memory then: `x.data = y` gives it another, and leaves the version.
-        stream: the CUDA stream on which they were made: another one doesn't wait for it. 0 on a CPU.
-        parts: lists of parts.
+        layers: those that may read one tensor.
+        left: how many of them haven't read it.
+        input: what the last of them read.
+        casts: what was made of it; dropped behind the last layer.
+        outer: what is shared outside.
     """
 
-    __slots__ = ("address", "input", "parts", "stream", "version")
+    __slots__ = ("casts", "input", "layers", "left", "outer")
 
-    def __init__(self, x: Tensor, stream: int):
-        self.input, self.version, self.stream = weakref.ref(x, _forget), version_of(x), stream
-        self.address = x.data_ptr()
-        self.parts: dict[Any, list[Tensor]] = {}
+    def __init__(self, layers: Sequence[nn.Module]):
+        self.layers, self.left = layers, 0
+        self.input: Tensor | None = None
+        self.casts: Casts = {}
+        self.outer: SharedCasts | None = None
+
+    def __enter__(self) -> None:
+        self.outer, running.casts = running.casts, self
+
+    def __exit__(self, *error: object) -> None:
+        running.casts = self.outer
+
+    def of(self, layer: nn.Module, x: Tensor) -> Casts | None:
+        """Returns the casts of x that a layer shares with the others: it takes what it finds, and adds what it makes."""
+        if not any(layer is one for one in self.layers):
+            return None
+        if self.input is not x:
+            self.input, self.casts, self.left = x, {}, len(self.layers)
+        casts = self.casts
+        self.left -= 1
+        if self.left == 0:
+            self.input, self.casts = None, {}
+        return casts
 
 
-latest: list[SharedCast] = []
-"""One at most."""
+class _Running(threading.local):
+    casts: SharedCasts | None = None
 
 
-def _forget(reference: weakref.ref[Tensor]) -> None:
-    # A loop: another thread may empty the list meanwhile.
-    for found in latest:
-        if found.input is reference:
-            latest.clear()
-
-
-def shared_cast(x: Tensor) -> SharedCast | None:
-    """Returns what layers that read x, which is no leaf, share from now on; None while a CUDA graph is captured."""
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        latest.clear()
-        return None
-    stream = raw_stream(x.device.index) if x.is_cuda else 0
-    for found in latest:
-        same = found.input() is x and found.version == version_of(x) and found.address == x.data_ptr()
-        if same and found.stream == stream:
-            return found
-    new = SharedCast(x, stream)
-    latest[:] = [new]
-    return new
+running = _Running()
+"""`casts` are those of the innermost `with` of this thread; None outside."""

@@ -143,6 +143,8 @@ def dispatch(
         kind = getattr(x, "dtype", type(x).__name__)
         raise TypeError(f"x must hold values, not codes, in one of {', '.join(map(str, DTYPES))}, got {kind}")
     for name, tensor in (("x", x), ("experts", experts)):
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"{name} must be dense, got layout {tensor.layout}: pass {name}.to_dense()")
         if mesh_of(tensor) is not None:
             raise ValueError(f"{name} is a DTensor, and dispatch takes one rank's tokens: pass {name}.to_local()")
     if experts.dtype not in (torch.int64, torch.int32):

@@ -350,7 +350,7 @@ def save_in_layout(model: Any, folder: str | Path, layout: str, *, file_bytes: i
 
     Raises:
         ValueError: the layout isn't known, a weight can't be taken apart into the release's without another scale, or releases
-            have several of the model's weights as one.
+            have several of the model's weights as one; or adapters are in the model (PEFT's: `merge_and_unload()` first).
         BadFile: the layout can't hold a weight as it is; `blockfp convert` requantizes.
     """
     write_model(model, Path(folder), layout, file_bytes)

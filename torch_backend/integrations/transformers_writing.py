@@ -28,13 +28,14 @@ from blockfp.definition.views import DTYPES
 from blockfp.files import modelfile
 from blockfp.files.contents import Contents, Weight
 from blockfp.files.layouts.known import LAYOUTS
-from blockfp.files.layouts.layout import write_layout
+from blockfp.files.layouts.layout import not_released, write_layout
 
 from ..check import to_numpy
 from ..checkpoint import ranks
 from ..checkpoint.high_precision import high_precision_state_dict
 from ..checkpoint.stream import WeightStream, stream_apart
 from ..checkpoint.taken_apart import split_weight
+from ..modules import model_names
 from ..modules.experts import Experts
 from ..modules.kinds import quantized_names
 from ..quantized_tensor import sharding
@@ -46,6 +47,8 @@ def write_model(model: Any, folder: Path, layout: str, file_bytes: int | None) -
     """Does what `save_in_layout` says."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    if found := not_released(model_names.parameters(model)):
+        raise ValueError(" ".join(found))
     quantized = _quantized(model)
     if not quantized:
         raise ValueError("model has no quantized weights: save_pretrained saves it as it is")

@@ -26,7 +26,7 @@ from ..custom_ops import cuda, cuda_delayed
 from ..custom_ops.collectives import max_reduce
 from ..custom_ops.kernels import kernels_for
 from ..quantized_tensor import sharding
-from ..torch_internals import dispatch_modes, foreach_copy_
+from ..torch_internals import dispatch_modes, foreach_copy_, uncounted
 from . import scale_watch
 from .recipe_layer import RecipeLayer
 from .scale_watch import delayed_layers
@@ -44,7 +44,8 @@ def record(history: Tensor, amax: Tensor, *, now: bool = False) -> None:
         cuda.library().record_amax(amax, history)
         return
     finite = torch.where(amax >= INFINITY, torch.zeros_like(amax), amax).view(torch.float32)
-    history[:1].copy_(torch.maximum(history[:1], finite))
+    newest = (history if now else uncounted(history))[:1]
+    newest.copy_(torch.maximum(newest, finite))
 
 
 def update_scales(model: nn.Module) -> None:

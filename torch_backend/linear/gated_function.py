@@ -22,7 +22,6 @@ from ..custom_ops.activations import Activation, Layout, activate, gate_and_up, 
 from ..custom_ops.library import runs_now
 from ..custom_ops.products import Matrix, multiply, multiply_parts
 from ..custom_ops.quantize_plans import Aligned, part_count
-from ..custom_ops.shared_casts import latest
 from ..torch_internals import apply_of
 from .call import Call
 from .delayed import record
@@ -111,7 +110,6 @@ class GatedFunction(torch.autograd.Function):
         recipe, (_, needs_weight, _) = call.recipe, call.needs
         rest = (None,) * (len(ctx.needs_input_grad) - 4)
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            latest.clear()
             return *_with_graph(ctx, gradient), *rest
         saved = list(ctx.saved_tensors)
         gate, up = _gate_and_up(ctx, saved)

@@ -53,6 +53,8 @@ def grouped_mm(
         >>> y = grouped_mm(x, quantize(w, "mxfp8_e4m3_32x32").mT, offs=offs, recipe="mxfp8")
     """
     for name, tensor in (("a", a), ("b_t", b_t), ("offs", offs), ("bias", bias)):
+        if isinstance(tensor, Tensor) and tensor.layout is not torch.strided:
+            raise TypeError(f"{name} must be dense, got layout {tensor.layout}: pass {name}.to_dense()")
         if tensor is not None and sharding.mesh_of(tensor) is not None:
             raise ValueError(f"{name} is a DTensor, and grouped_mm is of one rank's tensors: pass {name}.to_local()")
     if not isinstance(offs, Tensor) or offs.dtype is not torch.int32:

@@ -17,7 +17,7 @@ from ..custom_ops import export_ops
 from ..custom_ops.library import is_real
 from ..custom_ops.products import comes_aligned
 from ..custom_ops.quantize_plans import NEITHER, kept, part_count
-from ..custom_ops.shared_casts import SharedCast, shared_cast
+from ..custom_ops.shared_casts import Casts
 from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import key_tensor
 from ..quantized_tensor.refusals import jit_refusal
@@ -102,13 +102,14 @@ def apply(
     offs: Tensor | None = None,
     parallel: Parallel | None = None,
     transposed: bool = False,
+    casts: Casts | None = None,
 ) -> Tensor:
     """Computes `linear` with a recipe from `recipes.for_linear`.
 
     With `counts`, weight is [groups, out, in], bias [groups, out], and group g multiplies the next counts[g] rows of
     x [tokens, in]; each group's rows are a tensor of their own. `offs` says the same as the groups' ends, int32 [groups] on x's
     device. With `parallel`, tensors are what this rank holds of them. With `transposed`, weight is [.., in, out], in a format
-    whose transpose is exact.
+    whose transpose is exact. `casts` are those of x that other layers share.
     """
     if jit_traces():
         raise jit_refusal()
@@ -143,12 +144,12 @@ def apply(
             call = call_of(_rows(x), weight, bias, recipe, state, key, grouped, shared)
             if known is not None:
                 kept(_calls, known, call)
-        shares = call.direct and known is not None and recipe.delayed is None and not x.is_leaf
-        shared_input = shared_cast(x) if shares else None
+        if known is None or recipe.delayed is not None:
+            casts = None
         if x.ndim > 2 and type(x) is Tensor and call.takes_axes and not dispatch_modes():
-            return _run(x, weight, bias, call, state, key, counts, offs, transposed, shared_input)
+            return _run(x, weight, bias, call, state, key, counts, offs, transposed, casts)
         rows = x if x.ndim == 2 else _rows(x)
-        y = _run(rows, weight, bias, call, state, key, counts, offs, transposed, shared_input)
+        y = _run(rows, weight, bias, call, state, key, counts, offs, transposed, casts)
         if traced and parallel is None:
             y = export_ops.outputs(y, rows, weight, bias)
     if x.ndim == 2:
@@ -187,8 +188,9 @@ def known_by(
     kind = device.type
     # A recipe lives as long as the calls that are known by its number: they hold it. Nothing is unpacked: that takes a list.
     return (
-        id(recipe), type(x), x.shape[-1:], x.dtype, device, x.requires_grad,
-        type(weight), weight.shape, weight.dtype, weight.device, wants_grad(weight), id(getattr(weight, "format", None)),
+        id(recipe), type(x), x.shape[-1:], x.dtype, device, x.requires_grad, x.layout,
+        type(weight), weight.shape, weight.dtype, weight.layout, weight.device, wants_grad(weight),
+        id(getattr(weight, "format", None)),
         None if bias is None else (type(bias), bias.shape, bias.dtype, bias.device, bias.requires_grad),
         torch.is_grad_enabled(),
         torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None,
@@ -213,6 +215,8 @@ def check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, *, grouped: bo
                 " sharded have their weights in its module's forward (torch.distributed.fsdp.register_fsdp_forward_method adds "
                 "others), and blockfp.torch.parallelize cuts layers"
             )
+        if tensor is not None and tensor.layout is not torch.strided:
+            raise TypeError(f"{name} must be dense, got layout {tensor.layout}: pass {name}.to_dense()")
         if tensor is not None and tensor.dtype not in DTYPES:
             raise TypeError(f"{name} must be one of {', '.join(map(str, DTYPES))}, got {tensor.dtype}")
     if x.ndim < 1 or weight.ndim != 2 + grouped or x.shape[-1] != weight.shape[-2 if transposed else -1]:
@@ -284,7 +288,7 @@ def _run(
     counts: Sequence[int] | None,
     offs: Tensor | None,
     transposed: bool,
-    shared: SharedCast | None = None,
+    shared: Casts | None = None,
 ) -> Tensor:
     recipe, dtype = call.recipe, call.dtype
     if transposed:

@@ -20,7 +20,6 @@ from blockfp.recipes import HIGH_PRECISION
 
 from ..custom_ops import linear_ops
 from ..custom_ops.products import multiply
-from ..custom_ops.shared_casts import SharedCast, latest
 from ..torch_internals import KEEPS_RESULT, VIEWS, apply_of, dispatch_modes
 from .call import Call, bias_gradient, keys_of_gradient
 from .delayed import record
@@ -49,10 +48,10 @@ def layer_backward(
     recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs
     compiled = torch.compiler.is_compiling()
     rest = (None,) * (len(ctx.needs_input_grad) - 3)
-    if not compiled:
-        latest.clear()
     if gradient is None:
         return taken(ctx.waiting, ctx.saved_tensors[-1].dtype), None, None, *rest
+    if not compiled and gradient.layout is not torch.strided:
+        raise TypeError(f"the gradient of a layer's output must be dense, got layout {gradient.layout}: pass it as to_dense()")
     if not compiled and torch.is_grad_enabled():
         return *backward_with_graph(ctx, gradient), *rest
     saved = list(ctx.saved_tensors) if saved is None else saved
@@ -106,9 +105,9 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shared: SharedCast | None, *state: Any
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shared: linear_ops.Casts | None, *state: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
-        state = state[0] if len(state) == 1 else state or NO_STATE
+        state = state[0] if state and type(state[0]) is tuple else state or NO_STATE
         history, scale, ctx.history, ctx.scale, ctx.key, ctx.step, ctx.observed = state
         recipe, (needs_x, needs_weight, _), count = call.recipe, call.needs, call.quantizes_weight
         rows, leading, ctx.axes = x, [], None
@@ -158,7 +157,7 @@ class LinearFunction(torch.autograd.Function):
             # Of now: it may move on before the backward.
             ctx.input_scale = scale.clone() if again and scale is not None else None
         parts = [weight] if needs_x else []
-        ctx.call, ctx.counts, ctx.kept, ctx.parts, ctx.x_origin = call, None, len(kept), len(parts), (0, 0)
+        ctx.call, ctx.counts, ctx.kept, ctx.parts, ctx.x_origin = call, None, len(kept), 1 if needs_x else 0, (0, 0)
         ctx.format, ctx.weight_beside = call.stored, False
         ctx.shape, ctx.dtype, ctx.bias_dtype = weight.shape, weight.dtype, None if bias is None else bias.dtype
         if call.traced:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..custom_ops import linear_ops
 from ..custom_ops.made_casts import MadeRun
-from ..custom_ops.shared_casts import latest
 from ..torch_internals import apply_of, rms_norm_backward
 from .call import Call
 from .delayed import record
@@ -65,7 +64,6 @@ class NormFunction(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor):
         rest = (None,) * (len(ctx.needs_input_grad) - 4)
         if torch.is_grad_enabled():
-            latest.clear()
             return *_with_graph(ctx, gradient), *rest
         saved = list(ctx.saved_tensors)
         x, norm_weight, rows = saved[ctx.kept + ctx.parts :][:3]

@@ -15,7 +15,7 @@ from blockfp.recipes import HIGH_PRECISION, Cast
 
 from ..custom_ops.figure_ops import FIGURES, quantization_figures
 from ..custom_ops.operand_ops import Directions, quantize_operand
-from ..torch_internals import mark_static_address
+from ..torch_internals import mark_static_address, uncounted
 from .oscillations import Flips, Oscillation, has_codes
 from .recipe_layer import RecipeLayer
 
@@ -196,5 +196,5 @@ def observe_parts(
     """
     assert cast.format is not None
     new = quantization_figures(x, parts, cast.format.name, cast.rotate, list(origin))
-    figures = observed[OPERANDS.index(row)]
+    figures = uncounted(observed)[OPERANDS.index(row)]
     figures.copy_(torch.cat([torch.maximum(figures[:1], new[:1]), figures[1:] + new[1:]]))

@@ -133,10 +133,9 @@ def _in_two_reads(
     """Quantizes an input in both directions for compilers, which choose what the backward keeps of it: columnwise codes, or
     what they are made of again.
     """
+    found = None if row is None else quantize_operand(x, row, None, aligned=(aligned[0], False), **options)
     made = quantize_operand(apart(x), None, column, rotate=rotate, aligned=(False, aligned[1]), **options)
-    if row is None:
-        return made
-    return quantize_operand(x, row, None, aligned=(aligned[0], False), **options)._replace(column=made.column)
+    return made if found is None else found._replace(column=made.column)
 
 
 def apart(x: Tensor) -> Tensor:

@@ -10,6 +10,9 @@ operations that autograd knows; each operand has its value from its codes, and i
     w    the weight, which the forward saves anyway
     x    gone: the forward kept its codes alone. It returned an empty second output, whose gradient brings the one of x to the
          forward's own node, which passes it on (`OfInput`)
+
+The derivative of the gradient isn't symmetric, as a Hessian is: casts along rows and along columns differ. So JAX's products by
+another order of differentiation (forward over reverse) are others; docs/jax.md has figures.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from .kinds import (
 )
 from .model_names import named_modules
 from .quantized_layer import QuantizedLayer, Weights
+from .shared_inputs import sharing_class
 from .summary import Summary, summary, tied_elsewhere
 
 Made = QuantizedLayer | Experts
@@ -66,7 +67,8 @@ def convert(
     and one activation between two layers) get a class derived from theirs, too: what the activation makes, silu or gelu, is
     quantized as it is made. So does `torch.nn.Sequential` where such a layer follows an activation, or torch's RMSNorm, whose
     output is quantized as it is made on a GPU. No bit changes, and where somebody looks (hooks, adapters in the layer's place)
-    it is made as before.
+    it is made as before. Attention of transformers and torchtitan, whose query, key and value layers read one tensor, gets a
+    derived class that casts it once.
 
     A layer whose weight another module has too (a head that is tied to an embedding) is left as it is, with a warning, where
     there is no filter_fn. So are all that multiplies in other ways, with a warning where that is more than a tenth of the
@@ -127,6 +129,7 @@ def convert(
     }
     fused |= dict.fromkeys(sequentials(model, made), FusedSequential)
     _commit(made)
+    fused |= {module: cls for module in model.modules() if (cls := sharing_class(module)) is not None}
     for module, cls in fused.items():
         become(module, cls)
     _leave_fast_paths(model)

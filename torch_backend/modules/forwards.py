@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
@@ -11,9 +12,18 @@ from torch.nn.modules import module as hooks_of_all
 
 
 def forward_of(cls: type[nn.Module]) -> Any:
-    """Returns the forward that a library's class came with; None where another function stands in its place."""
+    """Returns the forward that a library's class came with; None where another function stands in its place, or around it.
+
+    The library's own decorators may stand around it.
+    """
     forward: Any = cls.forward
-    return forward if getattr(forward, "__globals__", None) is vars(sys.modules[cls.__module__]) else None
+    library = cls.__module__.partition(".")[0]
+
+    def foreign(function: Any) -> bool:
+        return getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0] != library
+
+    own = inspect.unwrap(forward, stop=foreign)
+    return forward if getattr(own, "__globals__", None) is vars(sys.modules[cls.__module__]) else None
 
 
 LINEAR, SEQUENTIAL, RMS_NORM = forward_of(nn.Linear), forward_of(nn.Sequential), forward_of(nn.RMSNorm)

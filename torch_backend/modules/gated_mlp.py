@@ -21,8 +21,10 @@ from blockfp.kernels.once import once
 
 from ..custom_ops.activations import Activation, activate
 from ..linear.gated_function import Gating
+from .derived import Derived, derive
 from .forwards import FUNCTIONS, GELU, SILU, watched
 from .gated_product import fused_product
+from .shared_inputs import sharing
 
 
 def _llama(self, x):
@@ -205,13 +207,12 @@ def fused_class(mlp: nn.Module) -> type[FusedMLP] | None:
     return _derived(cls)
 
 
-class FusedMLP(nn.Module):
+class FusedMLP(Derived, nn.Module):
     """Base of the classes of `fused_class`: the forward casts what the activation makes as it is made, with the same bits.
 
-    They are pickled, and copied, by the class that they are made of, and `known` is the forward of that whose work they do.
+    `known` is the forward of the class that they are made of, whose work they do.
     """
 
-    made_of: ClassVar[type[nn.Module]]
     known: ClassVar[Any]
     parts: ClassVar[Parts]
 
@@ -223,8 +224,9 @@ class FusedMLP(nn.Module):
         down, gate, up, act = (None if name is None else self._modules[name] for name in parts[:4])
         assert down is not None
         assert gate is not None
-        first = gate(x)
-        second = None if up is None else up(x)
+        with sharing((gate, up)):
+            first = gate(x)
+            second = None if up is None else up(x)
         activation = parts.function if act is None else activation_of(act)
         if activation is not None:
             y = fused_product(down, first, second, Gating(activation, "halves" if parts.halves else "apart"))
@@ -235,21 +237,13 @@ class FusedMLP(nn.Module):
         made = act(first) if act is not None else activate(first, None, parts.function or "")
         return down(made if second is None else made * second)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        if "made_of" not in vars(type(self)):
-            # FSDP2 derives a class from this one, and others may.
-            return super().__reduce_ex__(protocol)  # pyright: ignore[reportReturnType]
-        return _rebuild_mlp, (self.made_of,), self.__getstate__()
-
 
 @once
 def _derived(cls: type[nn.Module]) -> type[FusedMLP]:
-    members: dict[str, Any] = {"made_of": cls, "known": staticmethod(cls.forward), "parts": parts_of(cls)}
-    made: Any = type(f"Fused{cls.__name__}", (FusedMLP, cls), members | {"__module__": cls.__module__})
-    return made
+    members = {"known": staticmethod(cls.forward), "parts": parts_of(cls), "rebuild": staticmethod(_rebuild_mlp)}
+    return derive(cls, "Fused", (FusedMLP,), **members)
 
 
 def _rebuild_mlp(cls: type[nn.Module]) -> nn.Module:
-    # Another version of a library may have another forward, which is then what is meant.
     made: Any = cls if parts_of(cls) is None else _derived(cls)
     return made.__new__(made)

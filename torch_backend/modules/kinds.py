@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 from blockfp.kernels.once import once
 
 from ..weights.held_parameters import check_free
+from .derived import Derived, derive
 from .experts import OWN, PRODUCT, Experts
 from .experts_kinds import KINDS, experts_kind
 from .forwards import LINEAR, forward_of
@@ -168,6 +169,8 @@ def _check_weight(where: str, name: str, weight: Any, leave: str) -> None:
         )
     if isinstance(weight, nn.UninitializedParameter):
         raise ValueError(f"{where} has no shape yet: run the model once before it is converted, {leave}")
+    if weight.layout is not torch.strided:
+        raise ValueError(f"the {name} of {where} has layout {weight.layout}: make it a parameter of to_dense(), {leave}")
     if type(weight) is not nn.Parameter:
         raise ValueError(
             f"the {name} of {where} is a {type(weight).__name__}: convert the model before it is sharded or its weights are "
@@ -194,18 +197,6 @@ def _own(cls: type, kind: Kind) -> set[str]:
     return {name for base in cls.__mro__ if base not in kind.__mro__ for name in vars(base)}
 
 
-class Derived:
-    """Base of the classes of `quantized_class`: they are pickled, and copied, by the class that they are made of."""
-
-    made_of: type[nn.Module]
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        if "made_of" not in vars(type(self)):
-            # FSDP2 derives a class from this one, and others may.
-            return super().__reduce_ex__(protocol)  # pyright: ignore[reportReturnType]
-        return _rebuild_layer, (self.made_of,), self.__getstate__()
-
-
 def quantized_class(cls: type[nn.Module], kind: Kind) -> type[QuantizedLayer] | type[Experts]:
     """Returns the new class of a layer: the kind itself for torch's own, else a class derived from both, the kind first."""
     return Linear if cls is nn.Linear else _derived(cls, kind)
@@ -213,7 +204,7 @@ def quantized_class(cls: type[nn.Module], kind: Kind) -> type[QuantizedLayer] | 
 
 @once
 def _derived(cls: type[nn.Module], kind: Kind) -> type[QuantizedLayer] | type[Experts]:
-    members: dict[str, Any] = {"made_of": cls, "__module__": cls.__module__}
+    members: dict[str, Any] = {"rebuild": staticmethod(_rebuild_layer)}
     if not issubclass(kind, Linear):
         members["forward"] = _following(cls, kind)
     reset: Any = getattr(cls, "reset_parameters", None)
@@ -224,8 +215,7 @@ def _derived(cls: type[nn.Module], kind: Kind) -> type[QuantizedLayer] | type[Ex
             self.reset_buffers()
 
         members["reset_parameters"] = reset_parameters
-    made: Any = type(f"Quantized{cls.__name__}", (Derived, kind, cls), members)
-    return made
+    return derive(cls, "Quantized", (Derived, kind), **members)
 
 
 def _following(cls: Any, kind: Any) -> Any:

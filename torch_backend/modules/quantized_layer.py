@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from blockfp.formats import Format
 from blockfp.recipes import Compute, Recipe
 
+from ..custom_ops.shared_casts import running
 from ..linear.linear import apply
 from ..quantized_tensor import sharding
 from ..quantized_tensor.dtensors import from_local
@@ -139,7 +140,9 @@ class QuantizedLayer(InParts, StatefulLayer):
         if not plain and sharding.mesh_of(x) is not None:
             raise ValueError("x is a DTensor, and the layer isn't cut: parallelize it over x's mesh, or pass x.to_local()")
         recipe, state = self.linear_recipe, self.state() if self.stateful or self.observed is not None else None
-        return apply(x, weight, bias, recipe, state=state, counts=counts, offs=offs, transposed=self.transposed)
+        shared = running.casts
+        casts = shared.of(self, x) if plain and shared is not None else None
+        return apply(x, weight, bias, recipe, state=state, counts=counts, offs=offs, transposed=self.transposed, casts=casts)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -16,14 +17,20 @@ def optimizers_in(optimizer: Optimizer | Iterable[Optimizer]) -> list[Optimizer]
     Raises:
         TypeError: something else.
     """
+    wraps = isinstance(optimizer, Optimizer) or isinstance(getattr(optimizer, "optimizer", None), Optimizer)
+    if wraps or not isinstance(optimizer, Iterable) or isinstance(optimizer, str | Tensor):
+        return _unwrapped(optimizer)
+    return [one for each in optimizer for one in _unwrapped(each, f" in a {type(optimizer).__name__}")]
+
+
+def _unwrapped(optimizer: Any, where: str = "") -> list[Optimizer]:
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, Optimizer):
-        return optimizers_in(inner)
-    if isinstance(optimizer, Iterable) and not isinstance(optimizer, str | Tensor):
-        return [one for each in optimizer for one in optimizers_in(each)]
+        return _unwrapped(inner, where)
+    # What gives parts of its own kind for ever, as matrices and strings do, is no optimizer.
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
-    return [optimizer]
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer or None, got {type(optimizer).__name__}{where}")
+    return [one for each in optimizer for one in _unwrapped(each, where)] if isinstance(optimizer, Iterable) else [optimizer]
 
 
 def state_of(optimizers: list[Optimizer], param: Tensor) -> dict:

@@ -56,7 +56,8 @@ class _Adam(Optimizer):
     updates_scales = True
     _decoupled: bool
 
-    def __init__(self, params, lr, betas, eps, weight_decay, master, moments, key, capturable, osci_reset):
+    def __init__(self, params, lr, betas, eps, weight_decay, master, moments, key, capturable, osci_reset, of_torch):
+        self._refuse(of_torch)
         first, second = key_words(0 if key is None else key)
         words = (int(first) & 0xFFFFFFFF, int(second) & 0xFFFFFFFF)
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "master": master, "moments": moments}
@@ -92,6 +93,13 @@ class _Adam(Optimizer):
         if copied:  # copies and pickles lose the hooks
             self._prepare()
 
+    def _refuse(self, settings: dict[str, Any]) -> None:
+        if unfit := state_dicts.unsupported_setting(self, settings):
+            raise ValueError(
+                f"{unfit}: {type(self).__name__} doesn't have it; to maximize, negate the loss; Adam's weight decay is a "
+                "term of the gradient, AdamW's is none"
+            )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters; see `torch.optim.Optimizer`.
 
@@ -102,6 +110,7 @@ class _Adam(Optimizer):
         params = param_group["params"]
         param_group = {**param_group, "params": [params] if isinstance(params, Tensor) else list(params)}
         settings = self.defaults | param_group
+        self._refuse(param_group)
         _check_settings(settings)
         for i, param in enumerate(param_group["params"]):
             name, param = param if isinstance(param, tuple) else (i, param)
@@ -185,7 +194,8 @@ class _Adam(Optimizer):
         for mesh in dict.fromkeys(mesh for mesh in meshes if mesh is not None):
             if mesh.device_type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return
-            agreement.agree(mesh, agreement.settings_of(self), torch.device(mesh.device_type), "it must be the same on all")
+            groups, device = agreement.groups_of(mesh), torch.device(mesh.device_type)
+            agreement.agree(groups, agreement.settings_of(self), device, "it must be the same on all")
         self._agreed = True
 
     def _step(self) -> None:
@@ -280,13 +290,15 @@ class AdamW(_Adam):
             codes are set to what their codes stand for. It keeps two fp32 numbers for each such weight, and in the steps of a
             window also copies of masters and quantized weights for the length of a step. It needs masters, and the host has to
             know the step: capturable must be False.
+        foreach, fused: torch's, as trainers pass them. Nothing depends on them: a device's parameters are one launch anyway.
+        amsgrad, maximize, differentiable: torch's; they must be False.
 
     `state_dict` holds fp32 masters, moments and OsciReset's paths, placed as their parameters. What `load_state_dict` loads,
     also of torch's own AdamW, is kept as `moments`, `master`, `capturable` and `osci_reset` of this optimizer say; where it
     doesn't fit, nothing is changed.
 
     Raises:
-        ValueError: a setting that means nothing, or osci_reset without a quantized parameter.
+        ValueError: a setting that means nothing or isn't there, or osci_reset without a quantized parameter.
         TypeError: a parameter is neither quantized nor float32, bfloat16 or float16.
 
     Example:
@@ -312,8 +324,14 @@ class AdamW(_Adam):
         key: Key | None = None,
         capturable: bool = False,
         osci_reset: OsciReset | None = None,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        amsgrad: bool = False,
+        maximize: bool = False,
+        differentiable: bool = False,
     ):
-        super().__init__(params, lr, betas, eps, weight_decay, master, moments, key, capturable, osci_reset)
+        of_torch = {"amsgrad": amsgrad, "maximize": maximize, "differentiable": differentiable}
+        super().__init__(params, lr, betas, eps, weight_decay, master, moments, key, capturable, osci_reset, of_torch)
 
 
 class Adam(_Adam):
@@ -334,8 +352,14 @@ class Adam(_Adam):
         key: Key | None = None,
         capturable: bool = False,
         osci_reset: OsciReset | None = None,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        amsgrad: bool = False,
+        maximize: bool = False,
+        differentiable: bool = False,
     ):
-        super().__init__(params, lr, betas, eps, weight_decay, master, moments, key, capturable, osci_reset)
+        of_torch = {"amsgrad": amsgrad, "maximize": maximize, "differentiable": differentiable}
+        super().__init__(params, lr, betas, eps, weight_decay, master, moments, key, capturable, osci_reset, of_torch)
 
 
 def _begin_on_device(todo, steps, lr, settings, decoupled, found, scale) -> None:

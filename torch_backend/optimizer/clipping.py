@@ -38,6 +38,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, *, e
         The norm before, float32 ().
 
     Raises:
+        TypeError: a gradient is sparse.
         RuntimeError: the norm isn't finite, and `error_if_nonfinite` says so. The gradients are as they were.
         ValueError: ranks that hold parts of one parameter have different values of `max_norm`, on all of them. A GPU is asked
             where this rank's value is another than before; on ranks where it isn't the norm is NaN then.
@@ -53,6 +54,9 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, *, e
     with_gradient = [p for p in ([parameters] if isinstance(parameters, Tensor) else parameters) if p.grad is not None]
     if not with_gradient:
         return torch.zeros(())
+    for layout in (sharding.local_of(p.grad).layout for p in with_gradient if p.grad is not None):
+        if layout is not torch.strided:
+            raise TypeError(f"gradients must be dense, got layout {layout}: use sparse=False in the embedding")
     norm = _squares(with_gradient, [_own_part(parameter) for parameter in with_gradient], float(max_norm)).sum().sqrt()
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of the gradients is {norm.item()}, and error_if_nonfinite=True")

@@ -91,7 +91,7 @@ class LocalParameter:
         if mesh is not None:
             local, placements = sharding.local_of(param), param.placements  # pyright: ignore[reportAttributeAccessIssue]
         self.held = local
-        if isinstance(local, CastWeight):
+        if type(local) is CastWeight:
             local = local.values
         self.param, self.local, self.placements, format, origin = param, local, placements, None, None
         if isinstance(local, QuantizedTensor):
@@ -101,6 +101,11 @@ class LocalParameter:
         if found == self._found:
             return
         self._found = self._arrays = self.row = None  # until all is known
+        if local.is_neg():
+            raise ValueError(
+                f"params: the memory of a parameter of shape {tuple(param.shape)} holds the negated values (torch's negative "
+                "bit, is_neg()): make the parameter of values.resolve_neg()"
+            )
         self.lies = _lying(param)
         row, column = origin or (0, 0)
         self.start = (0, row, column) if mesh is None else _start(self.lies, sharding.rank_in(param, self.lies))
@@ -125,7 +130,8 @@ class LocalParameter:
             if dtensor.placements != self.placements:
                 dtensor = dtensor.redistribute(sharding.mesh_of(self.param), self.placements)
             gradient = dtensor.to_local()
-        self.gradient = gradient if gradient.is_contiguous() else gradient.contiguous()
+        gradient = gradient.contiguous()
+        self.gradient = gradient.resolve_neg() if gradient.is_neg() else gradient
 
     @staticmethod
     def forget(todo: list[LocalParameter]) -> None:

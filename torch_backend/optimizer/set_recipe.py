@@ -103,7 +103,8 @@ def _agree(model: nn.Module, recipes: dict[str, Recipe]) -> None:
     meshes = [sharding.mesh_of(param) for param in model.parameters()]
     told = {f"the new recipe of {path or 'the model'}": agreement.told_recipe(recipe) for path, recipe in recipes.items()}
     for mesh in dict.fromkeys(mesh for mesh in meshes if mesh is not None):
-        agreement.agree(mesh, told, torch.device(mesh.device_type), "call set_recipe with the same recipe everywhere")
+        groups, device = agreement.groups_of(mesh), torch.device(mesh.device_type)
+        agreement.agree(groups, told, device, "call set_recipe with the same recipe everywhere")
 
 
 def _products(layer: Layer) -> Iterator[tuple[str, StatefulLayer]]:

@@ -23,7 +23,8 @@ def unsupported_setting(optimizer: Optimizer, settings: Mapping[str, Any]) -> st
     """Returns the first of torch's settings that AdamW or Adam doesn't have with this value, as NAME=VALUE; else None."""
     if not getattr(optimizer, "updates_scales", False):
         return None
-    own = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": getattr(optimizer, "_decoupled", False)}
+    own = {"amsgrad": False, "maximize": False, "differentiable": False}
+    own |= {"decoupled_weight_decay": getattr(optimizer, "_decoupled", False)}
     return next((f"{name}={settings[name]}" for name, value in own.items() if bool(settings.get(name, value)) != value), None)
 
 

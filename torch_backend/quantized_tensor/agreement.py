@@ -1,18 +1,18 @@
-"""A check that ranks hold the same kinds of weights, made once before their codes are first gathered together.
+"""A check that ranks hold the same kinds of weights, made once before their codes first go from one to another.
 
 Codes of two formats may have as many bytes, and what one rank sent would be decoded by another's format without an error. So
 before a group of FSDP2's parameters is gathered for the first time, every rank of their mesh puts a number that stands for the
 names, formats, shapes, dtypes and recipes of these parameters into one reduction, which gives the largest and the least: where
 they differ every rank raises. What FSDP2 made of a model says whether that was done, and it is alike on all ranks, whatever
 they hold, so they enter the reduction together; later gathers look no further than that. What FSDP2 can't do with quantized
-weights is refused at the same time.
+weights is refused at the same time. DistributedDataParallel's broadcasts of rank 0's weights ask in the same way (`bucket`).
 """
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -24,9 +24,6 @@ from blockfp.recipes import Recipe
 from ..custom_ops.collectives import max_reduce
 from ..torch_internals import frame_above, fsdp_name, fsdp_param, fsdp_place, gathered_together, renew_fsdp_param
 from .sharding import local_of, mesh_of
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _agreed: WeakSet[Any] = WeakSet()
 """FSDP2's own entries (`FSDPParam`) for parameters on whose kind all ranks agree."""
@@ -109,21 +106,28 @@ def _kind(param: Any) -> str:
     return kind_of(param.sharded_param) + (f", recipe {recipe}" if recipe else "")
 
 
-def _agree(mesh: DeviceMesh, kinds: dict[str, str], device: torch.device) -> None:
+def _agree(mesh: Any, kinds: dict[str, str], device: torch.device) -> None:
     remedy = "FSDP gathers weights that are alike on all ranks; convert the model with the same recipe everywhere"
-    everyones = agree(mesh, kinds, device, remedy)
+    everyones = agree(groups_of(mesh), kinds, device, remedy)
     if everyones:
         names = dict.fromkeys(", ".join(theirs) for theirs in everyones)
         raise ValueError(f"ranks gather different weights together: {' on one, '.join(names)} on another")
 
 
-def agree(mesh: DeviceMesh, described: dict[str, str], device: torch.device, remedy: str) -> list[dict[str, str]]:
-    """Compares what the ranks of a mesh say of themselves, all of which call it, by two numbers.
+def groups_of(mesh: Any) -> list[dist.ProcessGroup]:
+    """Returns the groups of a mesh's axes."""
+    return [mesh.get_group(axis) for axis in range(mesh.ndim)]
+
+
+def agree(
+    groups: list[dist.ProcessGroup], described: dict[str, str], device: torch.device, remedy: str
+) -> list[dict[str, str]]:
+    """Compares what the ranks of some groups say of themselves, all of which call it, by two numbers.
 
     Args:
-        mesh: of the ranks.
+        groups: of the axes of a mesh, or one.
         described: by name.
-        device: on which the mesh's groups reduce.
+        device: on which the groups reduce.
         remedy: what to do where one name has two descriptions.
 
     Returns:
@@ -132,7 +136,6 @@ def agree(mesh: DeviceMesh, described: dict[str, str], device: torch.device, rem
     Raises:
         ValueError: on every rank, with the name and what two ranks say of it.
     """
-    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
     bounds = max_reduce(number_of(sorted(described.items()), device), [group.group_name for group in groups])
     return [] if int(bounds.sum()) == 0 else refuse_differences(groups, described, remedy)
 

@@ -15,10 +15,12 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..custom_ops.dtypes import DTYPES
 from ..torch_internals import NO_TORCH_FUNCTION, forbid_pointer, make_wrapper_subclass
+from . import agreement
 from .refusals import FLAT, FLATTENERS, refused
 
 if TYPE_CHECKING:
@@ -76,7 +78,8 @@ def _view(bucket: Bucket, shape: Sequence[int]) -> Tensor:
         raise refused(
             aten.view.default, f"these are weights of shape {[tuple(p.shape) for p in bucket.pieces]}", FLAT, FLATTENERS
         )
-    return piece
+    # Autograd takes no view that is the very tensor that it is a view of, as a bucket of one holds it.
+    return piece.detach()
 
 
 def _slice(bucket: Bucket, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tensor:
@@ -90,7 +93,11 @@ def _slice(bucket: Bucket, dim: int = 0, start: int | None = None, end: int | No
 
 
 def _broadcast(tensors: Sequence[Tensor], group: Any, root: int, root_tensor: int, *options: Any, **more: Any) -> Any:
-    """Broadcasts codes, scales and plain values, and the originals that rank `root` keeps for its optimizer's masters."""
+    """Broadcasts codes, scales and plain values, and the originals that rank `root` keeps for its optimizer's masters.
+
+    Raises:
+        ValueError: ranks hold other kinds of weights, which would read these codes as their own.
+    """
 
     def send(parts: Sequence[Tensor]) -> Any:
         sent = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
@@ -103,6 +110,12 @@ def _broadcast(tensors: Sequence[Tensor], group: Any, root: int, root_tensor: in
 
     pieces = [piece for tensor in tensors for piece in (tensor.pieces if isinstance(tensor, Bucket) else (tensor,))]
     weights: list[Any] = [piece for piece in pieces if hasattr(piece, "codes")]
+    together = {f"weight {i} of the {len(weights)} in a bucket": agreement.kind_of(q) for i, q in enumerate(weights)}
+    remedy = (
+        "DistributedDataParallel sends weights that are alike on all ranks; convert the model with the same recipe everywhere"
+    )
+    if agreement.agree([dist.ProcessGroup.unbox(group)], together, tensors[0].device, remedy):
+        raise ValueError(f"ranks have other numbers of quantized weights in one bucket: {remedy}")
     held = [0 if q.initial is None else 1 + DTYPES.index(q.initial.dtype) for q in weights]
     kinds = torch.tensor(held, dtype=torch.uint8, device=tensors[0].device)
     send([kinds])
@@ -135,5 +148,5 @@ _TABLE: dict[Any, Callable[..., Any]] = {
     aten.slice.Tensor: _slice,
 }
 
-if torch.distributed.is_available():
+if dist.is_available():
     _TABLE[torch.ops.c10d.broadcast_.default] = _broadcast

@@ -71,7 +71,13 @@ def fake_quantize(x: Tensor, format: Format | str, *, key: Key | None = None) ->
 
 
 def _quantize(x: Tensor, format: Format, key: Tensor | None) -> QuantizedTensor:
-    parts = ops.quantize(x, format.name, key)
+    try:
+        parts = ops.quantize(x, format.name, key)
+    except RuntimeError as error:
+        if "allocate" in str(error):
+            # A view of a few elements may stand for any number of them.
+            error.add_note(f"x has shape {tuple(x.shape)}, {x.numel()} elements")
+        raise
     return QuantizedTensor(parts[0], parts[1], parts[2] if len(parts) > 2 else None, format, x.shape[-1], x.dtype)
 
 

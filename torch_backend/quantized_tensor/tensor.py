@@ -114,12 +114,16 @@ class QuantizedTensor(Wrapper):
                 raise TypeError(f"{name} must be a torch.Tensor, got {type(part).__name__}")
             if part.device != codes.device:
                 raise ValueError(f"{name} is on {part.device} and codes on {codes.device}: move them to one device")
+            if part.layout is not torch.strided:
+                raise TypeError(f"{name} must be dense, got layout {part.layout}: pass {name}.to_dense()")
             if part.requires_grad:
                 raise ValueError(f"{name} requires grad, but no gradient flows into scales: pass {name}.detach()")
-        codes, scales = dtypes.stored(codes, scales, format)
+        codes, scales = dtypes.stored(codes, scales.resolve_neg(), format)
+        tensor_scale = None if tensor_scale is None else tensor_scale.resolve_neg()
         if dtype not in DTYPES:
             raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
-        if not any(isinstance(number, torch.SymInt) for number in (columns, *origin)):
+        numbers = (columns, *origin) if isinstance(origin, tuple | list) else (columns,)
+        if not any(isinstance(number, torch.SymInt) for number in numbers):
             checks.check_place(columns, origin)
         checks.check_codes(codes, columns, format)
         checks.check_scales(scales, tensor_scale, (*codes.shape[:-1], columns), format, origin)

@@ -119,7 +119,8 @@ class CastWeight(Wrapper):
         """Makes a weight of values, whole or cut by tensor parallelism; shares their memory.
 
         Args:
-            values: float32, float16 or bfloat16, two or more axes.
+            values: float32, float16 or bfloat16, two or more axes. Of those with torch's negative bit, whose memory holds the
+                negated values, a copy is taken.
             format: a `Format` or its name.
             cut: how tensor parallelism cut it.
 
@@ -127,7 +128,7 @@ class CastWeight(Wrapper):
             TypeError, ValueError: the values can't be quantized, or the format is not known.
         """
         check_input(values)
-        return cls(values, Format.parse(format), tuple(values.shape), cut)
+        return cls(values.resolve_neg(), Format.parse(format), tuple(values.shape), cut)
 
     def quantized(self) -> QuantizedTensor:
         """Quantizes the whole weight as it is now, without a gradient."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from blockfp.sharding.placement import StridedShard
@@ -43,6 +44,8 @@ def load_high_precision_(param: Tensor, tensor: Tensor, *, keep_init: bool = Tru
         )
     if not isinstance(tensor, Tensor) or tensor.dtype not in DTYPES or isinstance(sharding.local_of(tensor), QuantizedTensor):
         raise TypeError(f"tensor must hold values in one of {', '.join(map(str, DTYPES))}, got {_kind(tensor)}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"tensor must be dense, got layout {tensor.layout}: pass tensor.to_dense()")
     if local.is_meta:
         raise ValueError("param is on the meta device and has no memory: call to_empty(device=...) of its module first")
     if isinstance(local, QuantizedTensor) and _is_view(param, local):

@@ -72,7 +72,7 @@ def _shard(param: Tensor, values: Tensor, key: Key | None) -> tuple[QuantizedTen
         )
     checks.check_input(values)
     out = Quantized(local.codes, local.scales, local.tensor_scale)
-    return local, WeightShard(values.detach(), step, groups, name_of(local.dtype), key, out)
+    return local, WeightShard(values.detach().resolve_neg(), step, groups, name_of(local.dtype), key, out)
 
 
 def check_writable(local: QuantizedTensor) -> None:

@@ -55,6 +55,31 @@ class Layout(ABC):
         return nan_scales(weight, self.name)
 
 
+_OF_ADAPTERS = {"base_layer", "modules_to_save", "original_module", "prompt_encoder"}
+"""Parts of names that PEFT gives to what stands under an adapter or beside it."""
+
+
+def not_released(names: Iterable[str]) -> tuple[str, str] | None:
+    """Returns a name that no release has, and the reason; None if there is none.
+
+    Such are those of adapters, and of the layers that stand under them: PEFT's, and others' that call theirs `lora_..` (litgpt,
+    torchtune). Readers leave their own random weights where they find a layer under another name.
+    """
+    for name in names:
+        parts = name.split(".")
+        if not _OF_ADAPTERS.isdisjoint(parts) or any(part.startswith("lora_") for part in parts):
+            return name, (
+                "is the name of an adapter or of what stands under one, which no release has: call merge_and_unload() first, "
+                "or unload() and send the adapter by itself"
+            )
+        if name.startswith("base_model.model."):
+            return name, (
+                "is a PeftModel's name, which no release has: take merge_and_unload(), or get_base_model() where nothing was "
+                "put into the layers"
+            )
+    return None
+
+
 def write_layout(known: Layout, model: Contents, folder: Path, file_bytes: int | None, done: Progress) -> None:
     """Writes model.safetensors and the layout's JSON files; keys that a config.json beside the model has stay there.
 
@@ -66,9 +91,11 @@ def write_layout(known: Layout, model: Contents, folder: Path, file_bytes: int |
         done: called with each tensor.
 
     Raises:
-        BadFile: the layout can't hold a weight, for its format, its shape, its name or its scales, or a tensor can't be stored;
-            nothing is written then.
+        BadFile: the layout can't hold a weight, for its format, its shape, its name or its scales, or a tensor can't be stored,
+            or is an adapter's; nothing is written then.
     """
+    if found := not_released((*model.weights, *model.others)):
+        raise BadFile(model.path, found[1], found[0])
     tensors = dict(model.others)
     for name, weight in model.weights.items():
         if problem := known.problem(weight):

@@ -1,0 +1,76 @@
+"""Attention of other libraries, whose query, key and value layers read one tensor: `convert` lets them share its cast."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from blockfp.kernels.once import once
+
+from ..custom_ops.shared_casts import SharedCasts
+from .derived import Derived, derive
+from .forwards import LINEAR, forward_of, watched
+from .gated_product import QUANTIZED
+from .quantized_layer import QuantizedLayer
+
+READERS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "transformers.models.": (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v")),
+    "torchtitan.models.": (("wq", "wk", "wv"),),
+}
+"""Names of layers that read one tensor, in classes of modules whose names begin so: none writes into it between two of them."""
+
+NOTHING = nullcontext()
+
+
+def sharing(layers: Sequence[nn.Module | None]) -> AbstractContextManager[None]:
+    """Lets layers share casts within `with`, unless hooks see their calls, or something else is in a layer's place."""
+    if torch.compiler.is_compiling():
+        return NOTHING
+    readers = [layer for layer in layers if isinstance(layer, QuantizedLayer) and type(layer).forward is QUANTIZED]
+    for layer in readers:
+        if watched(layer) or (layer.made_of is not None and layer.made_of.forward is not LINEAR):
+            return NOTHING
+    return SharedCasts(readers) if len(readers) == len(layers) else NOTHING
+
+
+class SharesInput(Derived, nn.Module):
+    """Base of the classes of `sharing_class`: their forward is the library's own, `known`."""
+
+    known: ClassVar[Any]
+    readers: ClassVar[tuple[str, ...]]
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        forward, children = self.made_of.forward, self._modules
+        others = (child for name, child in children.items() if child is not None and name not in self.readers)
+        if forward is not self.known or any(watched(child) for child in others):
+            return forward(self, *inputs, **options)
+        with sharing([children.get(name) for name in self.readers]):
+            return forward(self, *inputs, **options)
+
+
+def sharing_class(module: nn.Module) -> type[nn.Module] | None:
+    """Returns the class that a module with converted layers is to become; None where none of them share an input."""
+    cls = type(module)
+    if issubclass(cls, SharesInput) or "forward" in vars(module) or parametrize.is_parametrized(module):
+        return None
+    for place, rows in READERS.items():
+        for readers in rows if cls.__module__.startswith(place) else ():
+            if all(isinstance(module._modules.get(name), QuantizedLayer) for name in readers):
+                return None if forward_of(cls) is None else _derived(cls, readers)
+    return None
+
+
+@once
+def _derived(cls: type[nn.Module], readers: tuple[str, ...]) -> type[nn.Module]:
+    own = {"known": staticmethod(cls.forward), "readers": readers}
+    return derive(cls, "Sharing", (SharesInput,), **own, rebuild=staticmethod(_rebuild), rebuilt_from=(cls, readers))
+
+
+def _rebuild(cls: type[nn.Module], readers: tuple[str, ...]) -> nn.Module:
+    made: Any = cls if forward_of(cls) is None else _derived(cls, readers)
+    return made.__new__(made)
