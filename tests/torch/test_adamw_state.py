@@ -4,14 +4,19 @@ import copy
 import gc
 import pickle
 
+import gloo
 import numpy as np
 import pytest
 import torch
 from adamw_parameters import assert_quantizes, give_gradients, mixed, values_of, weight
 from arrays import tensors_of, values
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import blockfp.torch as bfp
+from blockfp import recipes
 
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "fp8"])
@@ -220,3 +225,114 @@ def test_options_of_torchs_that_would_change_it_are_refused(kind, name):
             kind([weight], **{name: True})
     with pytest.raises(ValueError, match=message):
         kind([{"params": [weight], name: value}])
+
+
+def _model(recipe, seed):
+    torch.manual_seed(seed)
+    return bfp.Linear(96, 64, recipe=recipe, keep_init=seed == 0)
+
+
+def _steps(layer, optimizer, count):
+    for step in range(count):
+        give_gradients([layer.weight, layer.bias], step)
+        optimizer.step()
+
+
+LOADS = {
+    "load_state_dict": lambda layer, other: layer.load_state_dict(other.state_dict()),
+    "assign": lambda layer, other: layer.load_state_dict(copy.deepcopy(other.state_dict()), assign=True),
+    "set_model_state_dict": lambda layer, other: set_model_state_dict(layer, get_model_state_dict(other)),
+    "copy_": lambda layer, other: layer.weight.data.copy_(other.weight.data),
+    "copy_ of it": lambda layer, other: torch.no_grad()(layer.weight.copy_)(other.weight),
+}
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current", "nvfp4"])
+def test_codes_loaded_later_are_what_the_next_step_goes_on_from(recipe, load):
+    """A model that goes back to an earlier state, or to another one, by codes alone, under a living optimizer."""
+    layer, other = _model(recipe, 0), _model(recipe, 1)
+    optimizer = bfp.AdamW(layer.parameters(), lr=1e-2)
+    _steps(layer, optimizer, 3)
+    LOADS[load](layer, other)
+    optimizer.param_groups[0]["lr"] = 0.0
+    _steps(layer, optimizer, 2)
+    assert torch.equal(optimizer.state[layer.weight]["master"], other.weight.dequantize(torch.float32))
+    for ours, theirs in zip(tensors_of(layer.weight), tensors_of(other.weight), strict=True):
+        assert torch.equal(ours, theirs)
+    # Shown by a state dict, too.
+    other = _model(recipe, 2)
+    LOADS[load](layer, other)
+    assert torch.equal(optimizer.state_dict()["state"][0]["master"], other.weight.dequantize(torch.float32))
+
+
+@pytest.mark.parametrize("recipe", recipes.RECIPES)
+def test_a_model_may_be_loaded_behind_its_optimizer(recipe):
+    """Its masters say more than its codes, and stay."""
+    layer, other = _model(recipe, 0), _model(recipe, 1)
+    optimizer, theirs = (bfp.AdamW(one.parameters(), lr=1e-2, key=i) for i, one in enumerate((layer, other)))
+    _steps(layer, optimizer, 2)
+    _steps(other, theirs, 3)
+    optimizer.load_state_dict(theirs.state_dict())
+    layer.load_state_dict(other.state_dict())
+    optimizer.param_groups[0]["lr"] = 0.0
+    _steps(layer, optimizer, 1)
+    assert torch.equal(optimizer.state[layer.weight]["master"], theirs.state[other.weight]["master"])
+
+
+@pytest.mark.parametrize("weights", ["plain", "high_precision"])
+def test_16_bit_values_written_later_are_what_the_next_step_goes_on_from(weights):
+    torch.manual_seed(0)
+    layer = nn.Linear(96, 64, dtype=torch.bfloat16)
+    if weights == "high_precision":
+        layer = bfp.Linear(96, 64, recipe="mxfp8", weights=weights, dtype=torch.bfloat16)
+    optimizer = bfp.AdamW(layer.parameters(), lr=1e-2)
+    _steps(layer, optimizer, 2)
+    saved, masters = copy.deepcopy(layer.state_dict()), {k: v.clone() for k, v in optimizer.state_dict()["state"][0].items()}
+    earlier = copy.deepcopy(optimizer.state_dict())
+    _steps(layer, optimizer, 2)
+    optimizer.param_groups[0]["lr"] = 0.0
+    layer.load_state_dict(saved)
+    _steps(layer, optimizer, 1)
+    local = layer.weight.values if weights == "high_precision" else layer.weight
+    assert torch.equal(local, saved["weight"])
+    # A number that has come back to the same 16 bits goes on from its master.
+    assert torch.equal(optimizer.state[layer.weight]["master"].bfloat16(), saved["weight"])
+    # Masters of these values stay, whichever is loaded first; of what somebody writes, the numbers that he wrote.
+    optimizer.load_state_dict(earlier)
+    layer.load_state_dict(saved)
+    with torch.no_grad():
+        layer.weight[:3] = 0.5
+    optimizer.param_groups[0]["lr"] = 0.0
+    _steps(layer, optimizer, 1)
+    expected = masters["master"].clone()
+    expected[:3] = 0.5
+    assert torch.equal(optimizer.state[layer.weight]["master"], expected)
+
+
+def _sharded(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    for recipe in recipes.RECIPES:
+        models = [nn.Sequential(_model(recipe, seed)) for seed in (0, 1)]
+        for model in models:
+            fully_shard(model, mesh=mesh)
+        optimizers = [bfp.AdamW(model.parameters(), lr=1e-2, key=i) for i, model in enumerate(models)]
+        for step in range(2):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                model(values((4, 96), step)).square().sum().backward()
+                optimizer.step()
+        (layer, optimizer), (other, theirs) = zip(models, optimizers, strict=True)
+        layer.load_state_dict(other.state_dict())
+        optimizer.param_groups[0]["lr"] = 0.0
+        optimizer.step()
+        loaded = other[0].weight.to_local().dequantize(torch.float32)
+        assert torch.equal(optimizer.state[layer[0].weight]["master"], loaded), recipe
+        optimizer.load_state_dict(theirs.state_dict())
+        layer.load_state_dict(other.state_dict())
+        optimizer.param_groups[0]["lr"] = 0.0
+        optimizer.step()
+        assert torch.equal(optimizer.state[layer[0].weight]["master"], theirs.state[other[0].weight]["master"]), recipe
+
+
+def test_shards_that_are_loaded_behind_their_optimizer():
+    gloo.run(2, __file__, "_sharded")

@@ -177,7 +177,7 @@ def convert(converted: Sequence[Conversion], masters: Sequence[Tensor | None]) -
         if isinstance(local, QuantizedTensor) and one.theirs is None and master is None:
             if one.keep_init:
                 local.initial = sharding.local_of(one.read[one.name]).to("cpu", copy=True)
-            local.geometry.loaded = True
+            local.geometry.loaded = "values"
 
 
 def _format_entries(name: str, param: Tensor, theirs: Format | None, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -228,7 +228,7 @@ def _commit(made: dict[nn.Module, Made]) -> None:
         become_tensor(weight, new)
         if isinstance(weight, QuantizedTensor):
             # No other values than before: a master that an optimizer keeps of it already stays.
-            weight.geometry.loaded = False
+            weight.geometry.loaded = None
     for layer, new in made.items():
         # A class may set attributes in its own way.
         vars(layer).update({name: value for name, value in vars(new).items() if name not in vars(layer)})

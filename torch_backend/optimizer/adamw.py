@@ -34,7 +34,7 @@ from ..linear import scale_watch
 from ..linear.delayed import check_buffers, update_layers
 from ..quantized_tensor import agreement, sharding
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
-from ..torch_internals import foreach_add_
+from ..torch_internals import foreach_add_, version_of
 from . import state_dicts
 from .local_parameter import LocalParameter
 from .optimizer_state import needs_master, new_master, new_moments, renew_master
@@ -226,6 +226,8 @@ class _Adam(Optimizer):
             windows = Windows(todo, watched) if watched else None
             carry_out(todo, tuple(self.param_groups[0].get("key", self.defaults["key"])), self._tables)
             increment_version([one.held for one in todo])
+            for one in todo:
+                one.version = version_of(one.held)
             if windows is not None:
                 windows.close()
         finally:
@@ -238,7 +240,11 @@ class _Adam(Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32, device=on)
             state |= new_moments(one, group["moments"])
         if "master" in state:
-            if isinstance(one.local, QuantizedTensor) and (one.local.geometry.loaded or one.local.geometry.initial is not None):
+            if isinstance(one.local, QuantizedTensor):
+                written = one.local.geometry.loaded is not None or one.local.geometry.initial is not None
+            else:
+                written = one.version != version_of(one.held)
+            if written:
                 renew_master(one, state)
         elif needs_master(one, group["master"]):
             state["master"] = new_master(one)

@@ -53,6 +53,7 @@ class LocalParameter:
         format: of its codes; None for plain values.
         one_pass: whether a kernel can write the codes while it updates the master; the same on every rank that shares it.
         two_passes: whether it can once it knows the amax of the whole parameter, whose blocks lie within ranks; likewise.
+        version: of `held` after the optimizer's last step.
         number: the parameter's position in the optimizer.
         state: its state.
         gradient: local, contiguous.
@@ -71,6 +72,7 @@ class LocalParameter:
     format: Format | None
     one_pass: bool
     two_passes: bool
+    version: int | None
     number: int
     state: dict[str, Tensor]
     gradient: Tensor
@@ -80,6 +82,7 @@ class LocalParameter:
     def __init__(self, param: Tensor | None = None):
         self._found: tuple | None = None
         self._arrays: tuple | None = None
+        self.version = None
         self.row: step_table.Row | None = None
         if param is not None:
             self.find(param)

@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockfp.definition import adamw, bits
+from blockfp.definition import adamw, bits, numerics
 from blockfp.definition.adamw import MOMENT_FORMAT
 
+from ..custom_ops import cuda
+from ..custom_ops.kernels import kernels_for
 from ..quantized_tensor import sharding
 from ..quantized_tensor.dtensors import placed
 from ..quantized_tensor.tensor import QuantizedTensor
@@ -80,16 +82,42 @@ def new_master(one: LocalParameter) -> Tensor:
 
 
 def renew_master(one: LocalParameter, state: dict[str, Tensor]) -> None:
-    """Makes a state's master anew where high-precision values have been loaded into the parameter since.
+    """Makes a state's master anew where values or codes have been loaded into the parameter since.
 
-    Original values that were not, those of a weight that has become a quantized one since, are its master's, and dropped.
+    A master that the codes, or 16-bit values, were made of stays: a checkpoint's model may be loaded behind its optimizer.
+    Original values that were not loaded, those of a weight that has become a quantized one since, are its master's, and dropped.
     """
-    if "master" not in state or not isinstance(one.local, QuantizedTensor):
+    master, local = state.get("master"), one.local
+    if master is None:
         return
-    if one.local.geometry.loaded:
-        # In place: a CUDA graph that was captured knows this memory.
-        state["master"].copy_(new_master(one))
-    one.local.initial = None
+    # In place: a CUDA graph that was captured knows this memory.
+    if not isinstance(local, QuantizedTensor):
+        values = local.detach()
+        master.copy_(torch.where(master.to(values.dtype) == values, master, values.to(torch.float32)))
+        return
+    if local.geometry.loaded == "values":
+        master.copy_(new_master(one))
+    elif local.geometry.loaded == "codes" and master.numel():
+        master.copy_(torch.where(_made_of(local, master), master, new_master(one)))
+    local.initial = None
+
+
+def _made_of(q: QuantizedTensor, master: Tensor) -> Tensor:
+    """Says whether the codes are those of a master, in a tensor: nothing is read back from a GPU.
+
+    Reciprocals of the scales may be other ones here than those that the codes were made with, by 2^-22 of themselves: a code
+    counts that is between those of values a little smaller and a little larger.
+    """
+    encode = cuda.encode if kernels_for(master) is cuda else numerics.encode
+    values, same = _values(q, q.codes), torch.zeros_like(master, dtype=torch.bool)
+    for factor in (1 - 2**-20, 1 + 2**-20):
+        made = _values(q, encode(master * factor, q.format, q.scales, q.tensor_scale, origin=q.origin))
+        same |= (made == values) | (made.isnan() & values.isnan())
+    return same.all()
+
+
+def _values(q: QuantizedTensor, codes: Tensor) -> Tensor:
+    return q.with_parts(codes, q.scales, q.tensor_scale).dequantize(torch.float32)
 
 
 def load_moment(one: LocalParameter, state: dict[str, Tensor], which: int) -> Tensor:

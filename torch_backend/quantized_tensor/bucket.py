@@ -129,6 +129,7 @@ def _broadcast(tensors: Sequence[Tensor], group: Any, root: int, root_tensor: in
     work = send([*parts, *plain, *(values for _, values in originals)])
     for q in weights:
         q.initial = None
+        q.geometry.loaded = "codes"
     for q, values in originals:
         q.initial = values.to("cpu", copy=True)
     return list(tensors), work

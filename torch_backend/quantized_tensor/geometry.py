@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from torch import Tensor
 
@@ -57,7 +58,7 @@ class Geometry:
         base: what it is a part of, if something divided it along the first axis.
         initial: the original values of its rows, a plain CPU tensor, if they are kept. Never written to.
         gathered: whether it is FSDP's gathered copy of a sharded weight, which the next reshard throws away.
-        loaded: whether high-precision values were loaded that no optimizer has taken for its master yet.
+        loaded: what was loaded that no optimizer has made its master of yet: high-precision values, or codes.
         cut: whether tensor parallelism cut it out of the unsharded matrix.
         copied: high-precision values that `copy_` was given for a part of a weight, whose scales other ranks may share: all of
             them quantize it together once `load_state_dict` says so.
@@ -68,7 +69,7 @@ class Geometry:
     base: Base | None = None
     initial: Tensor | None = None
     gathered: bool = False
-    loaded: bool = False
+    loaded: Literal["values", "codes"] | None = None
     cut: bool = False
     copied: Tensor | None = None
     shares: bool = False

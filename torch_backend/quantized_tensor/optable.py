@@ -143,7 +143,7 @@ def _copy(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Te
     else:
         destination.geometry.initial = None if source.initial is None else source.initial.clone()
         destination.geometry.copied = source.geometry.copied
-        destination.geometry.loaded = source.geometry.loaded
+        destination.geometry.loaded = source.geometry.loaded or "codes"
     aten.copy_.default(destination.codes, source.codes, non_blocking)
     aten.copy_.default(scales, source.scales, non_blocking)
     if destination.tensor_scale is not None and source.tensor_scale is not None:

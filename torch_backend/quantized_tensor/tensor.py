@@ -172,7 +172,7 @@ class QuantizedTensor(Wrapper):
                 f"{tuple(values.shape)} on {values.device}"
             )
         self.geometry.initial = None if values is None else values.detach()
-        self.geometry.loaded = values is not None
+        self.geometry.loaded = None if values is None else "values"
 
     def view_codes(self) -> Tensor:
         """The codes as elements of a torch dtype, in the same memory; times the scales of their blocks they are values.

@@ -66,7 +66,7 @@ def load_high_precision_(param: Tensor, tensor: Tensor, *, keep_init: bool = Tru
     requantize_([param], [values.to(local.device)])
     if keep_init and (param.requires_grad or not isinstance(param, nn.Parameter)):
         local.initial = values.to("cpu", copy=True)
-    local.geometry.loaded = True
+    local.geometry.loaded = "values"
 
 
 def _is_view(param: Tensor, local: QuantizedTensor) -> bool:

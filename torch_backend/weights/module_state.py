@@ -232,7 +232,9 @@ def _made_of(param: Tensor, values: dict[str, Tensor]) -> QuantizedTensor:
     """Makes a parameter that is not sharded of these parts themselves."""
     q: Any = param
     found = [values.get(SUFFIXES[part.name]) for part in stored_parts(param)]
-    return QuantizedTensor.from_parts(*found, format=q.format, columns=q.shape[-1], dtype=q.dtype, origin=q.origin)  # pyright: ignore
+    made = QuantizedTensor.from_parts(*found, format=q.format, columns=q.shape[-1], dtype=q.dtype, origin=q.origin)  # pyright: ignore
+    made.geometry.loaded = "codes"
+    return made
 
 
 def _made_for(param: Tensor, dtype: torch.dtype, device: torch.device) -> nn.Parameter:

@@ -191,6 +191,7 @@ def load_parts_(param: Tensor, values: Mapping[str, Tensor], key: str) -> None:
         if own.data_ptr() != value.data_ptr():
             own.copy_(value)
     q.initial = q.geometry.copied = None
+    q.geometry.loaded = "codes"
     note_written([q])
 
 
