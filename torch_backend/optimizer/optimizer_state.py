@@ -85,7 +85,7 @@ def renew_master(one: LocalParameter, state: dict[str, Tensor]) -> None:
     """Makes a state's master anew where values or codes have been loaded into the parameter since.
 
     A master that the codes, or 16-bit values, were made of stays: a checkpoint's model may be loaded behind its optimizer.
-    Original values that were not loaded, those of a weight that has become a quantized one since, are its master's, and dropped.
+    Original values of a weight that has become a quantized one since are its master's, and dropped.
     """
     master, local = state.get("master"), one.local
     if master is None:
