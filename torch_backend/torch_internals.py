@@ -76,7 +76,7 @@ def uncounted(state: Tensor) -> Tensor:
     Compiled code is given the state beside the input, and where a checkpoint is in it, and the graph is run as it is (backend
     "eager"), autograd keeps it with the checkpoint's input, and refuses what was written when it makes all of that again.
     """
-    return state.data if torch.compiler.is_compiling() else state
+    return state.data if torch.compiler.is_compiling() and not torch.compiler.is_exporting() else state
 
 
 def keeping_version(tensor: Tensor) -> AbstractContextManager[Any]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from blockfp.torch_backend.custom_ops import cuda_layouts, linear_ops, products
 from blockfp.torch_backend.linear import linear
+from blockfp.torch_backend.modules.shared_inputs import sharing
 
 import blockfp.torch as bfp
 from blockfp import recipes
@@ -220,8 +221,9 @@ def test_directions_have_formats_of_their_own(passes, monkeypatch):
 def test_layers_of_one_input_align_it_once(passes):
     layers, x = [bfp.Linear(64, 32, recipe="mxfp8") for _ in range(3)], values((8, 64), 5).requires_grad_()
     shared = x * 2
-    for layer in layers:
-        layer(shared)
+    with sharing(layers):
+        for layer in layers:
+            layer(shared)
     assert passes == {"cast": 1, "product": 3}
 
 

@@ -70,7 +70,7 @@ def values_of_a_weight(rank):
     for held in (weight, weight.detach()):
         with pytest.raises(NotImplementedError, match=r"to_local\(\)\.dequantize\(\) .*high_precision_state_dict\(model\)"):
             held.dequantize()
-        with pytest.raises(NotImplementedError, match=r"of a DTensor on its to_local\(\)"):
+        with pytest.raises(NotImplementedError, match=r"a DTensor: call it on its to_local\(\)"):
             held + 1
     assert torch.equal(weight.to_local().dequantize(), q.dequantize().chunk(2)[rank])
     whole = bfp.high_precision_state_dict(model)["0.weight"]

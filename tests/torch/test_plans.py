@@ -2,6 +2,7 @@
 
 from typing import get_args
 
+import numpy as np
 import pytest
 import threaded
 from arrays import to_numpy, to_torch
@@ -10,11 +11,12 @@ from blockfp.torch_backend.sharded.rank_plan import rank_plan, weight_quantizati
 from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import KINDS
+from samples import KINDS, sample
 from sharded import GEOMETRIES, assert_holds, parts, whole_and_shards
 from shardings import shardings
 from torch.distributed.device_mesh import init_device_mesh
 
+from blockfp.definition import numerics
 from blockfp.definition.numerics import Quantized
 from blockfp.formats import FORMATS
 from blockfp.sharding import plans
@@ -26,11 +28,23 @@ def on_rank(rank, sharding, shards, formats, key):
     """This rank's codes and scales of arrays that lie alike, a format each, all amaxes reduced together."""
     mesh = init_device_mesh("cpu", sharding.mesh.shape, mesh_dim_names=sharding.mesh.names)
     groups = {name: mesh[name].get_group().group_name for name in sharding.mesh.names}
-    weights = [
-        WeightShard(to_torch(x[rank]), weight_quantization(format, sharding, rank, key is not None), groups, "float32", key)
-        for format, x in zip(formats, shards, strict=True)
-    ]
+    weights = []
+    for format, x in zip(formats, shards, strict=True):
+        step, values = weight_quantization(format, sharding, rank, key is not None), to_torch(x[rank])
+        # Of random rounding scales go on from those that a weight has.
+        out = None if key is None else quantize_weights([WeightShard(values / 3, step, groups, "float32")])[0]
+        weights.append(WeightShard(values, step, groups, "float32", key, out))
     return [Quantized(*map(to_numpy, q)) for q in quantize_weights(weights)]
+
+
+def _whole_and_shards(format, sharding, kind, seed, key):
+    shards, whole = whole_and_shards(format, sharding.shape, sharding, kind, seed)
+    if key is not None:
+        x = sample(kind, sharding.shape, "float32", seed)
+        with np.errstate(all="ignore"):
+            first = numerics.quantize(x / np.float32(3), format)
+        whole = numerics.requantize(x, format, first.scales, first.tensor_scale, key=key)
+    return shards, whole
 
 
 @examples(25)
@@ -39,7 +53,7 @@ def test_shards_of_any_format_on_any_mesh(data):
     sharding, key = data.draw(shardings()), data.draw(st.sampled_from([None, 7]))
     formats = data.draw(st.lists(st.sampled_from(FORMATS), min_size=1, max_size=3))
     kind, seed = data.draw(st.sampled_from(KINDS)), data.draw(st.integers(0, 99))
-    made = [whole_and_shards(format, sharding.shape, sharding, kind, seed + i, key=key) for i, format in enumerate(formats)]
+    made = [_whole_and_shards(format, sharding, kind, seed + i, key) for i, format in enumerate(formats)]
     found = threaded.run(sharding.mesh.size, on_rank, sharding, [x for x, _ in made], formats, key)
     for held, format, (_, whole) in zip(zip(*found, strict=True), formats, made, strict=True):
         assert_holds(held, parts(whole, format, sharding))

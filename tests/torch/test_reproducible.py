@@ -69,10 +69,10 @@ def test_without_the_mode_the_mesh_shows(name, shape):
 
 def test_each_part_of_the_mode_is_needed():
     """Units alone don't make tensor parallelism reproducible, nor do pieces data parallelism."""
-    name = "bf16"
-    units = differences(on(None, name, splits=None), on((2, 1), name, mode=False, splits=runs.SPLITS))
+    units = differences(on(None, "bf16", splits=None), on((2, 1), "bf16", mode=False, splits=runs.SPLITS))
     assert [one for one in units if not one.startswith("loss")]
-    pieces = differences(on((1, 1), name, splits=2), on((1, 1), name, splits=1))
+    # In bf16 rounding may hide that sums of two pieces differ from the whole one.
+    pieces = differences(on((1, 1), "mxfp8", splits=2), on((1, 1), "mxfp8", splits=1))
     assert [one for one in pieces if not one.startswith("loss")]
 
 
