@@ -68,9 +68,9 @@ def sharing_class(module: nn.Module) -> type[nn.Module] | None:
 @once
 def _derived(cls: type[nn.Module], readers: tuple[str, ...]) -> type[nn.Module]:
     own = {"known": staticmethod(cls.forward), "readers": readers}
-    return derive(cls, "Sharing", (SharesInput,), **own, rebuild=staticmethod(_rebuild), rebuilt_from=(cls, readers))
+    return derive(cls, "Sharing", (SharesInput,), **own, rebuild=staticmethod(_rebuild_sharing), rebuilt_from=(cls, readers))
 
 
-def _rebuild(cls: type[nn.Module], readers: tuple[str, ...]) -> nn.Module:
+def _rebuild_sharing(cls: type[nn.Module], readers: tuple[str, ...]) -> nn.Module:
     made: Any = cls if forward_of(cls) is None else _derived(cls, readers)
     return made.__new__(made)
