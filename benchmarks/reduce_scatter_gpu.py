@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-import blockfp.torch as bfp
+from blockfp.experimental.torch import quantize_reduce_scatter
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -97,7 +97,7 @@ def sent_bytes() -> Iterator[list[float]]:
 def applied(model: nn.Module, contender: str) -> nn.Module:
     """Lets a sharded model reduce its gradients as a contender does."""
     if contender != "bf16":
-        bfp.quantize_reduce_scatter(model, contender)
+        quantize_reduce_scatter(model, contender)
     return model
 
 

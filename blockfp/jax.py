@@ -23,7 +23,6 @@ from .jax_backend.params.optimizer import (
     apply_updates,
     with_masters,
 )
-from .jax_backend.params.osci_reset import OsciResetState, osci_reset
 from .jax_backend.params.params import dequantize_params, grad, quantize_params, value_and_grad
 from .jax_backend.params.placing import (
     named_shardings,
@@ -34,7 +33,7 @@ from .jax_backend.params.placing import (
     unshard_state,
 )
 from .jax_backend.params.restoring import rebuild_params
-from .recipes import OsciReset, Recipe
+from .recipes import Recipe
 
 __all__ = [
     "AdamState",
@@ -42,8 +41,6 @@ __all__ = [
     "Format",
     "MasterState",
     "Optimizer",
-    "OsciReset",
-    "OsciResetState",
     "QuantizedArray",
     "Received",
     "Recipe",
@@ -67,7 +64,6 @@ __all__ = [
     "linear",
     "load",
     "named_shardings",
-    "osci_reset",
     "partition_specs",
     "quantize",
     "quantize_both",

@@ -7,7 +7,7 @@ weights, under FSDP2 too.
 
 from . import errors, formats, recipes
 from .formats import Format
-from .recipes import OsciReset, Recipe
+from .recipes import Recipe
 from .torch_backend.checkpoint.checkpoint import Loaded, Saving, load_checkpoint, save_checkpoint
 from .torch_backend.checkpoint.files import load, save
 from .torch_backend.checkpoint.high_precision import high_precision_state_dict
@@ -43,7 +43,6 @@ from .torch_backend.quantized_tensor.interchange import from_jax
 from .torch_backend.quantized_tensor.keys import random_key
 from .torch_backend.quantized_tensor.quantize import fake_quantize, quantize
 from .torch_backend.quantized_tensor.tensor import QuantizedTensor, _rebuild_tensor
-from .torch_backend.sharded.reduce_scatter import QuantizedReduceScatter, quantize_reduce_scatter
 from .torch_backend.weights.cast_weight import CastWeight, _rebuild_cast_weight
 from .torch_backend.weights.init import init_
 from .torch_backend.weights.loading import load_high_precision_
@@ -65,9 +64,7 @@ __all__ = [
     "MultiheadAttention",
     "Observation",
     "Observed",
-    "OsciReset",
     "Oscillation",
-    "QuantizedReduceScatter",
     "QuantizedTensor",
     "QuantizedWeight",
     "Received",
@@ -98,7 +95,6 @@ __all__ = [
     "observe",
     "parallelize",
     "quantize",
-    "quantize_reduce_scatter",
     "random_key",
     "recipes",
     "save",

@@ -33,13 +33,13 @@ class OsciResetState(NamedTuple):
     inner: MasterState
 
 
-jax.export.register_namedtuple_serialization(OsciResetState, serialized_name="blockfp.jax.OsciResetState")
+jax.export.register_namedtuple_serialization(OsciResetState, serialized_name="blockfp.experimental.jax.OsciResetState")
 
 
 def osci_reset(optimizer: Optimizer, settings: OsciReset | None = None) -> Optimizer:
     """Wraps an optimizer with masters: those of quantized weights that oscillate between two codes become what these stand for.
 
-    `blockfp.torch.AdamW(osci_reset=..)` does the same. It keeps two float32 numbers for each quantized weight. Codes stay as
+    `blockfp.experimental.torch.osci_reset` does the same. It keeps two float32 numbers for each quantized weight. Codes stay as
     the optimizer made them; the next step moves on from the new masters.
 
     Args:
@@ -51,7 +51,7 @@ def osci_reset(optimizer: Optimizer, settings: OsciReset | None = None) -> Optim
             is quantized, as `with_masters(osci_reset(..))` gives them.
 
     Example:
-        >>> optimizer = bfp.osci_reset(bfp.adamw(1e-3), bfp.OsciReset(period=200, window=50, threshold=8.0))
+        >>> optimizer = osci_reset(bfp.adamw(1e-3), OsciReset(period=200, window=50, threshold=8.0))
     """
     how = oscillation.check_settings(OsciReset() if settings is None else settings)
 

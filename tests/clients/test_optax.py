@@ -9,6 +9,7 @@ from same_trees import assert_same_tree
 from samples import sample
 
 import blockfp.jax as bfp
+from blockfp.experimental.jax import osci_reset
 
 pytestmark = pytest.mark.usefixtures("little_optimization")
 
@@ -165,14 +166,14 @@ def test_apply_if_finite_inside():
     assert_same_tree(bfp.apply_updates(params, updates), bfp.apply_updates(params, expected))
 
 
-@pytest.mark.parametrize("other", [bfp.osci_reset(bfp.adamw(0.1)), optax.adamw(0.1)], ids=["osci_reset", "optax"])
+@pytest.mark.parametrize("other", [osci_reset(bfp.adamw(0.1)), optax.adamw(0.1)], ids=["osci_reset", "optax"])
 def test_a_state_of_another_optimizer_is_refused(other):
     optimizer = bfp.adamw(0.1)
     params = quantized()
     with pytest.raises(TypeError, match=r"state must be the MasterState of this optimizer's init, got (OsciResetState|tuple)"):
         optimizer.update(params, other.init(params), params)
     with pytest.raises(TypeError, match="state must be the OsciResetState of this optimizer's init, got MasterState"):
-        bfp.osci_reset(optimizer).update(params, optimizer.init(params), params)
+        osci_reset(optimizer).update(params, optimizer.init(params), params)
 
 
 def test_around_ours():
@@ -189,7 +190,7 @@ def test_around_ours():
     assert values[-1] < values[0]
 
 
-@pytest.mark.parametrize("ours", [bfp.adamw(0.01), bfp.osci_reset(bfp.adamw(0.01)), bfp.with_masters(optax.sgd(0.1))])
+@pytest.mark.parametrize("ours", [bfp.adamw(0.01), osci_reset(bfp.adamw(0.01)), bfp.with_masters(optax.sgd(0.1))])
 @pytest.mark.parametrize(
     "labels",
     [

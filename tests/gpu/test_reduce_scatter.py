@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import blockfp.torch as bfp
 from blockfp.definition import numerics
 from blockfp.definition.rounding import fold_in
+from blockfp.experimental.torch import quantize_reduce_scatter
 from blockfp.sharding import simulate
 
 SHAPES = ((5,), (64, 256), (7, 40), (3, 5, 33), (129, 96), (1, 24))
@@ -54,7 +54,7 @@ def over_nccl(rank):
     world = dist.get_world_size()
     for format in FORMATS:
         model = fully_shard(Terms().cuda(), mesh=init_device_mesh("cuda", (world,)))
-        bfp.quantize_reduce_scatter(model, format, key=5)
+        quantize_reduce_scatter(model, format, key=5)
         for step in range(2):
             model.zero_grad()
             model(terms(rank, step)).backward()

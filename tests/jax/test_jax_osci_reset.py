@@ -10,8 +10,9 @@ from same_trees import assert_same_tree
 import blockfp
 import blockfp.jax as bfp
 from blockfp.definition import adamw
+from blockfp.experimental.jax import OsciReset, osci_reset
 
-SETTINGS = bfp.OsciReset(period=5, window=3, threshold=2.0, start=1)
+SETTINGS = OsciReset(period=5, window=3, threshold=2.0, start=1)
 STEPS = 9
 
 
@@ -43,7 +44,7 @@ def by_numpy(master, format):
 def test_it_is_the_definition(format):
     start = np.random.default_rng(5).standard_normal((64, 96), np.float32)
     params = {"w": bfp.quantize(jnp.asarray(start), format), "gain": jnp.ones(7)}
-    optimizer = bfp.osci_reset(bfp.adamw(0.02), SETTINGS)
+    optimizer = osci_reset(bfp.adamw(0.02), SETTINGS)
     state = optimizer.init(params, {"w": jnp.asarray(start), "gain": params["gain"]})
     assert state.master_paths["gain"] is None
 
@@ -68,7 +69,7 @@ def test_it_is_the_definition(format):
 
 def test_without_a_window_nothing_changes():
     params = {"w": bfp.quantize(jnp.ones((32, 32)), "mxfp8_e4m3_32x32")}
-    plain, late = bfp.adamw(0.02), bfp.osci_reset(bfp.adamw(0.02), bfp.OsciReset(start=1000))
+    plain, late = bfp.adamw(0.02), osci_reset(bfp.adamw(0.02), OsciReset(start=1000))
     states = [one.init(params) for one in (plain, late)]
     for n in range(3):
         gradients = {"w": jnp.full((32, 32), 0.5 - n)}
@@ -81,19 +82,19 @@ def test_without_a_window_nothing_changes():
 
 def test_what_it_refuses():
     with pytest.raises(ValueError, match="window must be at most period, 3, got 4"):
-        bfp.osci_reset(bfp.adamw(0.1), bfp.OsciReset(3, 4))
+        osci_reset(bfp.adamw(0.1), OsciReset(3, 4))
     with pytest.raises(TypeError, match="osci_reset must be None or an OsciReset, got 8"):
-        bfp.osci_reset(bfp.adamw(0.1), 8)
+        osci_reset(bfp.adamw(0.1), 8)
     plain = bfp.Optimizer(lambda params: (), lambda *_: ((), ()))
     with pytest.raises(TypeError, match="whose state has masters, got tuple"):
-        bfp.osci_reset(plain).init({"w": jnp.ones((4, 4))})
-    inside = bfp.with_masters(bfp.osci_reset(bfp.adamw(0.1)))
+        osci_reset(plain).init({"w": jnp.ones((4, 4))})
+    inside = bfp.with_masters(osci_reset(bfp.adamw(0.1)))
     quantized = {"w": bfp.quantize(jnp.ones((32, 32)), "mxfp8_e4m3_32x32"), "gain": jnp.ones(7)}
     with pytest.raises(ValueError, match=r"no quantized array.*osci_reset\(with_masters\(..\)\)"):
         inside.init(quantized)
     with pytest.raises(ValueError, match=r"no quantized array.*quantize_params"):
-        bfp.osci_reset(bfp.adamw(0.1)).init({"w": jnp.ones((32, 32))})
-    jax.eval_shape(bfp.osci_reset(bfp.with_masters(bfp.adam(0.1))).init, quantized)
+        osci_reset(bfp.adamw(0.1)).init({"w": jnp.ones((32, 32))})
+    jax.eval_shape(osci_reset(bfp.with_masters(bfp.adam(0.1))).init, quantized)
 
 
 @pytest.mark.parametrize("name", ["FSDP 8", "FSDP 4 x TP 2, row"])
@@ -101,7 +102,7 @@ def test_no_mesh_changes_a_bit(name):
     """Blocks straddle the ranks; gradients are elementwise exact, so all is compared to the bit."""
     case, format = CASES[name], "mxfp4_e2m1_32x32"
     start = jnp.asarray(np.random.default_rng(5).standard_normal((72, 96), np.float32))
-    optimizer = bfp.osci_reset(bfp.adamw(0.02), bfp.OsciReset(period=4, window=3, threshold=2.0))
+    optimizer = osci_reset(bfp.adamw(0.02), OsciReset(period=4, window=3, threshold=2.0))
     whole = {"w": bfp.quantize(start, format)}
     state = optimizer.init(whole, {"w": start})
     placed = bfp.shard_params(whole, case.mesh, {"w": case.weight})

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import blockfp.jax as bfp
 from blockfp import recipes
+from blockfp.experimental.jax import osci_reset
 from blockfp.formats import FORMATS
 from blockfp.recipes import RECIPES
 
@@ -46,7 +47,7 @@ def test_layers_and_steps(recipe):
     state = bfp.delayed_state(recipe) if recipes.parse(recipe).delayed else None
     tree = {"w": bfp.quantize_params({"w": W}, recipe)["w"], "b": B}
     loss = loss_of(lambda tree, x: bfp.linear(x, tree["w"], tree["b"], recipe=recipe, key=1, state=state), state)
-    optimizer = bfp.osci_reset(bfp.adamw(1e-3))
+    optimizer = osci_reset(bfp.adamw(1e-3))
 
     def step(tree, x):
         gradients, d_x = bfp.grad(loss, (0, 1))(tree, x)

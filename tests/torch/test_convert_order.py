@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import blockfp.torch as bfp
+from blockfp.experimental.torch import osci_reset
 
 OPTIMIZERS = {
     "bfp.AdamW": lambda params: bfp.AdamW(params, lr=1e-2),
@@ -129,10 +130,10 @@ def test_weights_on_meta_stay_the_objects_that_an_optimizer_holds():
 
 def test_osci_reset_without_codes_is_refused_at_the_first_step():
     model = nn.Sequential(bfp.Linear(32, 32, recipe="mxfp8"), nn.Linear(32, 32))
-    optimizer = bfp.AdamW(model.parameters(), osci_reset=bfp.OsciReset())
+    optimizer = osci_reset(bfp.AdamW(model.parameters()))
     bfp.convert(model, "mxfp8", weights="high_precision")
     model(torch.ones(2, 32)).sum().backward()
-    with pytest.raises(ValueError, match=r"has no codes between two steps.*osci_reset=None"):
+    with pytest.raises(ValueError, match=r"has no codes between two steps.*OsciReset needs an optimizer without it"):
         optimizer.step()
 
 

@@ -14,10 +14,11 @@ from torch.distributed.tensor import distribute_tensor
 import blockfp
 import blockfp.torch as bfp
 from blockfp.definition import adamw
+from blockfp.experimental.torch import OsciReset, osci_reset
 from blockfp.formats import Format
 from blockfp.kernels import switch
 
-SETTINGS = bfp.OsciReset(period=5, window=3, threshold=2.0, start=1)
+SETTINGS = OsciReset(period=5, window=3, threshold=2.0, start=1)
 STEPS = 9
 """One window of the steps 2 to 4, and two steps of the second, 7 to 9."""
 
@@ -59,7 +60,7 @@ def test_it_is_the_definition(format, route, monkeypatch):
     q = nn.Parameter(bfp.quantize(start, format))
     q.initial = start.clone()
     vector = nn.Parameter(torch.zeros(7))
-    optimizer = bfp.AdamW([q, vector], lr=0.02, osci_reset=SETTINGS)
+    optimizer = osci_reset(bfp.AdamW([q, vector], lr=0.02), SETTINGS)
     with switch.definition_only() if route == "definition" else monkeypatch.context():
         for n, want in enumerate(expected, 1):
             q.grad, vector.grad = gradient(q.shape, n), torch.ones(7)
@@ -74,7 +75,7 @@ def test_a_reset_master_is_the_centre_of_its_code_and_codes_stay():
     start = values((64, 64), 3)
     q, plain = (nn.Parameter(bfp.quantize(start, "mxfp4_e2m1_32x32")) for _ in range(2))
     q.initial = plain.initial = start
-    optimizer = bfp.AdamW([q], lr=0.02, osci_reset=bfp.OsciReset(4, 4, 2.0))
+    optimizer = osci_reset(bfp.AdamW([q], lr=0.02), OsciReset(4, 4, 2.0))
     other = bfp.AdamW([plain], lr=0.02)
     for n in range(1, 5):
         for param, one in ((q, optimizer), (plain, other)):
@@ -112,7 +113,8 @@ def test_no_mesh_changes_a_bit(format):
         model = Side(quantities)
         if mesh is not None:
             shard(model, device_mesh(mesh))
-        return model, bfp.AdamW(model.parameters(), lr=0.05, osci_reset=settings)
+        optimizer = bfp.AdamW(model.parameters(), lr=0.05)
+        return model, optimizer if settings is None else osci_reset(optimizer, settings)
 
     model, optimizer = made()
     steps(model, optimizer, range(1, 4))
@@ -149,7 +151,8 @@ def test_checkpoints_of_runs_with_and_without_it(tmp_path):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
         bfp.convert(model, "mxfp4")
-        return model, bfp.AdamW(model.parameters(), lr=0.05, **options)
+        optimizer = bfp.AdamW(model.parameters(), lr=0.05)
+        return model, osci_reset(optimizer, **options) if options else optimizer
 
     def steps(model, optimizer, numbers):
         for n in numbers:
@@ -157,7 +160,7 @@ def test_checkpoints_of_runs_with_and_without_it(tmp_path):
                 p.grad = gradient(p.shape, n)
             optimizer.step()
 
-    runs = {"with": {"osci_reset": SETTINGS}, "without": {}}
+    runs = {"with": {"settings": SETTINGS}, "without": {}}
     for name, options in runs.items():
         model, optimizer = made(**options)
         steps(model, optimizer, range(1, 4))
@@ -169,7 +172,7 @@ def test_checkpoints_of_runs_with_and_without_it(tmp_path):
         for p, q in zip(model.parameters(), again.parameters(), strict=True):
             for entry, value in optimizer.state[p].items():
                 assert torch.equal(value, resumed.state[q][entry]), entry
-    for name, other in (("with", {}), ("without", {"osci_reset": SETTINGS})):
+    for name, other in (("with", {}), ("without", {"settings": SETTINGS})):
         model, optimizer = made(**other)
         bfp.load_checkpoint(tmp_path / name, model, optimizer)
         weight = optimizer.state[model[0].weight]
@@ -186,22 +189,17 @@ def test_wrong_settings():
         ({"capturable": True}, "osci_reset needs capturable=False, got True"),
     ):
         with pytest.raises(ValueError, match=message):
-            bfp.AdamW([q], osci_reset=SETTINGS, **options)
+            osci_reset(bfp.AdamW([q], **options), SETTINGS)
     with pytest.raises(TypeError, match="osci_reset must be None or an OsciReset, got 8"):
-        bfp.AdamW([q], osci_reset=8)
+        osci_reset(bfp.AdamW([q]), 8)
     layer = bfp.Linear(32, 32, recipe="mxfp8", weights="high_precision")
-    with pytest.raises(ValueError, match=r"has no codes between two steps.*osci_reset=None"):
-        bfp.AdamW(layer.parameters(), osci_reset=SETTINGS)
+    with pytest.raises(ValueError, match=r"has no codes between two steps.*OsciReset needs an optimizer without it"):
+        osci_reset(bfp.AdamW(layer.parameters()), SETTINGS)
     plain, frozen = nn.Parameter(torch.ones(32, 32)), nn.Parameter(bfp.quantize(values((32, 32), 0), "mxfp4_e2m1_32x32"), False)
-    for params in (
-        [plain],
-        [plain, frozen],
-        [{"params": [plain], "osci_reset": SETTINGS}, {"params": [q], "osci_reset": None}],
-    ):
-        with pytest.raises(
-            ValueError, match=r"osci_reset = OsciReset\(period=5, .*none of its trained parameters is quantized"
-        ):
-            bfp.AdamW(params, osci_reset=SETTINGS)
-    with pytest.raises(ValueError, match="none of its trained parameters is quantized"):
-        bfp.Adam([plain], osci_reset=SETTINGS)
-    bfp.AdamW([{"params": [q]}, {"params": [plain], "weight_decay": 0.0}], osci_reset=SETTINGS)
+    for made in (bfp.AdamW([plain]), bfp.AdamW([plain, frozen]), bfp.Adam([plain])):
+        with pytest.raises(ValueError, match="none of the optimizer's trained parameters is quantized"):
+            osci_reset(made, SETTINGS)
+        assert made.param_groups[0]["osci_reset"] is None
+    with pytest.raises(TypeError, match="optimizer must be blockfp's AdamW or Adam, got SGD"):
+        osci_reset(torch.optim.SGD([plain], lr=0.1))
+    osci_reset(bfp.AdamW([{"params": [q]}, {"params": [plain], "weight_decay": 0.0}]), SETTINGS)

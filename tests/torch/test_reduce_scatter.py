@@ -8,8 +8,8 @@ from reduced_gradients import Terms, assert_same, expected, gradients_of, reduce
 from small_model import device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-import blockfp.torch as bfp
 from blockfp.definition.rounding import fold_in
+from blockfp.experimental.torch import quantize_reduce_scatter
 from blockfp.sharding import simulate
 
 FORMATS = (
@@ -137,7 +137,7 @@ def test_another_divisor():
 
 def often(rank):
     model = fully_shard(Terms({"few": (2, 32)}), mesh=device_mesh((2,)))
-    bfp.quantize_reduce_scatter(model, key=1)
+    quantize_reduce_scatter(model, key=1)
     gradients = {"few": gradients_of(rank)["matrix"][:2, :32]}
     made = []
     for _ in range(67):

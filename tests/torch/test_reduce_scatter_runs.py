@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import blockfp.torch as bfp
+from blockfp.experimental.torch import quantize_reduce_scatter
 from blockfp.kernels import switch
 from blockfp.sharding.reducing import sent_layout
 
@@ -74,7 +75,7 @@ def refused(rank):
 
     def attempt(make, **options):
         with pytest.raises((ValueError, RuntimeError)) as error:
-            bfp.quantize_reduce_scatter(make(), **options)
+            quantize_reduce_scatter(make(), **options)
         found.append(str(error.value))
 
     attempt(Model)
@@ -114,7 +115,7 @@ def tensor_parallel(rank):
     plain = [None, None]
     for i, quantized in enumerate((False, True)):
         if quantized:
-            bfp.quantize_reduce_scatter(model, "mxfp8_e4m3")
+            quantize_reduce_scatter(model, "mxfp8_e4m3")
         model.zero_grad()
         x = torch.randn(16, 64, generator=torch.Generator().manual_seed(rank // 2))
         model(x).square().mean().backward()
@@ -150,7 +151,7 @@ def losses(rank, format, recipe, key=0):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     if format is not None:
-        bfp.quantize_reduce_scatter(model, format, key=key)
+        quantize_reduce_scatter(model, format, key=key)
     optimizer = bfp.AdamW(model.parameters(), lr=5e-3)
     found = []
     for step in range(40):
@@ -199,7 +200,7 @@ def from_meta(rank, shape):
     mesh = device_mesh(shape)
     fully_shard(model.inner, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    bfp.quantize_reduce_scatter(model, key=3)
+    quantize_reduce_scatter(model, key=3)
     model.to_empty(device="cpu")
     with torch.no_grad():
         for p in model.parameters():

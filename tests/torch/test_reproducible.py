@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.parallel import DistributedDataParallel
 
 import blockfp.torch as bfp
+from blockfp.experimental.torch import quantize_reduce_scatter
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*sequential all_gather:UserWarning")
 MESHES = [(2, 1), (4, 1), (1, 2), (2, 2)]
@@ -300,12 +301,12 @@ def refused_on_ranks(rank):
     with pytest.raises(RuntimeError, match=r"backward in Reproducible\.backward"):
         layer(torch.ones(1, 4)).sum().backward()
     fully_shard(quantized, mesh=mesh["shard"])
-    bfp.quantize_reduce_scatter(quantized)
+    quantize_reduce_scatter(quantized)
     with pytest.raises(ValueError, match="reduces by a QuantizedReduceScatter already"):
         bfp.Reproducible(quantized, 4, mesh["shard"])
     fully_shard(other, mesh=mesh["shard"])
     run = bfp.Reproducible(other, 4, mesh["shard"])
-    bfp.quantize_reduce_scatter(other)
+    quantize_reduce_scatter(other)
     with pytest.raises(RuntimeError, match="the model took part in 0 of this rank's 2 units"):
         run.backward(lambda unit: other(torch.ones(1, 4)).sum())
     fully_shard(divided, mesh=mesh["shard"])

@@ -162,7 +162,7 @@ def load_checkpoint(
         folder: that of the run, or of one checkpoint.
         model: what was saved, sharded in any way or not at all; materialized.
         optimizer: whose state is loaded; None leaves that in the checkpoint alone. It has the same groups of parameters, and
-            keeps its own `moments`, `master` and `osci_reset`, those of torch's switches that say how a step is carried out
+            keeps its own `moments`, `master` and OsciReset, those of torch's switches that say how a step is carried out
             (`capturable`, `foreach`, `fused`, `differentiable`), and what else of a group's settings isn't in the checkpoint.
         step: which checkpoint; by default the last.
         requantize: convert weights that the checkpoint holds in another format, or in high precision where the model has codes,

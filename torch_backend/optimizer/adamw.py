@@ -13,7 +13,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from blockfp.definition import adamw, oscillation
+from blockfp.definition import adamw
 from blockfp.definition.adamw import Coefficients
 from blockfp.definition.oscillation import OsciReset
 from blockfp.definition.rounding import Key, key_words
@@ -39,8 +38,7 @@ from . import state_dicts
 from .local_parameter import LocalParameter
 from .optimizer_state import needs_master, new_master, new_moments, renew_master
 from .optimizer_step import carry_out
-from .osci_reset import Windows, check_keeps_codes, new_paths, resets
-
+from .osci_reset import Windows, check_group, check_keeps_codes, new_paths, resets
 
 _told: set[tuple[int, int]] = set()
 _turns = threading.local()
@@ -56,20 +54,12 @@ class _Adam(Optimizer):
     updates_scales = True
     _decoupled: bool
 
-    def __init__(self, params, lr, betas, eps, weight_decay, master, moments, key, capturable, osci_reset, of_torch):
+    def __init__(self, params, lr, betas, eps, weight_decay, master, moments, key, capturable, of_torch):
         self._refuse(of_torch)
         first, second = key_words(0 if key is None else key)
         words = (int(first) & 0xFFFFFFFF, int(second) & 0xFFFFFFFF)
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "master": master, "moments": moments}
-        # A plain tuple, which torch.load takes in state dicts.
-        osci_reset = None if osci_reset is None else tuple(oscillation.check_settings(osci_reset))
-        super().__init__(params, settings | {"capturable": capturable, "key": words, "osci_reset": osci_reset})
-        resetting = [group for group in self.param_groups if group["osci_reset"] is not None]
-        if resetting and not any(map(_is_quantized, chain(*(group["params"] for group in resetting)))):
-            raise ValueError(
-                f"osci_reset = {OsciReset(*resetting[0]['osci_reset'])}: none of its trained parameters is quantized, and it "
-                "would do nothing; convert the model before its optimizer is made, or leave osci_reset out"
-            )
+        super().__init__(params, settings | {"capturable": capturable, "key": words, "osci_reset": None})
         self._prepare()
 
     def _prepare(self) -> None:
@@ -292,19 +282,14 @@ class AdamW(_Adam):
         key: seed, or two uint32 words, of that rounding; the same on every rank. 0 by default. Random bits are a function of
             key, step and the parameter's number in this optimizer: of several optimizers each needs a key of its own.
         capturable: the step count is kept on the device, and nothing is read back: for CUDA graphs.
-        osci_reset: settings of OsciReset (`definition.oscillation`): masters of quantized weights that oscillate between two
-            codes are set to what their codes stand for. It keeps two fp32 numbers for each such weight, and in the steps of a
-            window also copies of masters and quantized weights for the length of a step. It needs masters, and the host has to
-            know the step: capturable must be False.
         foreach, fused: torch's, as trainers pass them. Nothing depends on them: a device's parameters are one launch anyway.
         amsgrad, maximize, differentiable: torch's; they must be False.
 
-    `state_dict` holds fp32 masters, moments and OsciReset's paths, placed as their parameters. What `load_state_dict` loads,
-    also of torch's own AdamW, is kept as `moments`, `master`, `capturable` and `osci_reset` of this optimizer say; where it
-    doesn't fit, nothing is changed.
+    `state_dict` holds fp32 masters and moments, placed as their parameters. What `load_state_dict` loads, also of torch's own
+    AdamW, is kept as `moments`, `master` and `capturable` of this optimizer say; where it doesn't fit, nothing is changed.
 
     Raises:
-        ValueError: a setting that means nothing or isn't there, or osci_reset without a quantized parameter.
+        ValueError: a setting that means nothing or isn't there.
         TypeError: a parameter is neither quantized nor float32, bfloat16 or float16.
 
     Example:
@@ -329,7 +314,6 @@ class AdamW(_Adam):
         moments: str = "float32",
         key: Key | None = None,
         capturable: bool = False,
-        osci_reset: OsciReset | None = None,
         foreach: bool | None = None,
         fused: bool | None = None,
         amsgrad: bool = False,
@@ -337,7 +321,7 @@ class AdamW(_Adam):
         differentiable: bool = False,
     ):
         of_torch = {"amsgrad": amsgrad, "maximize": maximize, "differentiable": differentiable}
-        super().__init__(params, lr, betas, eps, weight_decay, master, moments, key, capturable, osci_reset, of_torch)
+        super().__init__(params, lr, betas, eps, weight_decay, master, moments, key, capturable, of_torch)
 
 
 class Adam(_Adam):
@@ -357,7 +341,6 @@ class Adam(_Adam):
         moments: str = "float32",
         key: Key | None = None,
         capturable: bool = False,
-        osci_reset: OsciReset | None = None,
         foreach: bool | None = None,
         fused: bool | None = None,
         amsgrad: bool = False,
@@ -365,7 +348,7 @@ class Adam(_Adam):
         differentiable: bool = False,
     ):
         of_torch = {"amsgrad": amsgrad, "maximize": maximize, "differentiable": differentiable}
-        super().__init__(params, lr, betas, eps, weight_decay, master, moments, key, capturable, osci_reset, of_torch)
+        super().__init__(params, lr, betas, eps, weight_decay, master, moments, key, capturable, of_torch)
 
 
 def _begin_on_device(todo, steps, lr, settings, decoupled, found, scale) -> None:
@@ -399,14 +382,7 @@ def _check_settings(settings: dict[str, Any]) -> None:
         raise ValueError(f"lr must be a number or a tensor of one element, got shape {tuple(lr.shape)}")
     adamw.check_settings(*(settings[name] for name in ("lr", "betas", "eps", "weight_decay", "moments")))
     if settings["osci_reset"] is not None:
-        oscillation.check_settings(settings["osci_reset"])
-        for name, needed in (("master", "float32"), ("capturable", False)):
-            if settings[name] != needed:
-                raise ValueError(f"osci_reset needs {name}={needed!r}, got {settings[name]!r}")
-
-
-def _is_quantized(param: Tensor) -> bool:
-    return param.requires_grad and isinstance(sharding.local_of(param), QuantizedTensor)
+        check_group(settings)
 
 
 def _check_dtype(name: str | int, param: Tensor, master: str | None) -> None:

@@ -1,4 +1,4 @@
-"""OsciReset as an option of the optimizers (`definition.oscillation`): elementwise passes around a step, in array operations.
+"""OsciReset in the optimizers (`definition.oscillation`): elementwise passes around a step, in array operations.
 
 master, codes             before the step: copies, in the steps of a window alone
   | carry_out             the step, by the kernels, which know nothing of it
@@ -9,7 +9,11 @@ master, codes             behind it: both paths get longer; where the window end
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor
+from torch.optim import Optimizer
 
 from blockfp.definition import oscillation
 from blockfp.definition.oscillation import OsciReset
@@ -23,12 +27,58 @@ PATHS = ("master_path", "quantized_path")
 """Names of the lengths of a weight's paths in its state, float32, of the master's shape."""
 
 
+def osci_reset(optimizer: Optimizer, settings: OsciReset | None = None) -> Optimizer:
+    """Makes an optimizer reset masters of quantized weights that oscillate between two codes to what these stand for.
+
+    It keeps two fp32 numbers for each element of a quantized weight, and in the steps of a window copies of masters and weights
+    for the length of a step. Codes stay as they are.
+
+    Args:
+        optimizer: `AdamW` or `Adam` with masters; the host has to know the step, so capturable must be False.
+        settings: the published ones by default (`definition.oscillation`).
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        TypeError: another optimizer.
+        ValueError: a setting that means nothing, or doesn't go with the optimizer's; or no trained parameter is quantized. The
+            optimizer is as it was then.
+
+    Example:
+        >>> optimizer = osci_reset(bfp.AdamW(model.parameters(), lr=1e-3), OsciReset(period=200, window=50))
+    """
+    if not isinstance(optimizer, Optimizer) or "osci_reset" not in optimizer.defaults:
+        raise TypeError(f"optimizer must be blockfp's AdamW or Adam, got {type(optimizer).__name__}")
+    # A plain tuple, which torch.load takes in state dicts.
+    how = tuple(oscillation.check_settings(OsciReset() if settings is None else settings))
+    trained = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    for param in trained:
+        check_keeps_codes(param)
+    if not any(isinstance(sharding.local_of(param), QuantizedTensor) for param in trained):
+        raise ValueError(
+            "none of the optimizer's trained parameters is quantized, and osci_reset would do nothing: convert the model first"
+        )
+    for group in optimizer.param_groups:
+        check_group(group)
+    for group in (optimizer.defaults, *optimizer.param_groups):
+        group["osci_reset"] = how
+    return optimizer
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Raises ValueError where a group's settings don't go with OsciReset."""
+    for name, needed in (("master", "float32"), ("capturable", False)):
+        if group[name] != needed:
+            raise ValueError(f"osci_reset needs {name}={needed!r}, got {group[name]!r}")
+
+
 def check_keeps_codes(param: Tensor, name: str = "") -> None:
     """Raises ValueError for a parameter whose codes are made anew for each product."""
     if isinstance(sharding.local_of(param), CastWeight):
         raise ValueError(
             f"parameter{name} of this group, of shape {tuple(param.shape)}, has no codes between two steps, as "
-            "weights='high_precision' keeps it: give it a group with osci_reset=None"
+            "weights='high_precision' keeps it: OsciReset needs an optimizer without it"
         )
 
 

@@ -189,7 +189,7 @@ def quantize_reduce_scatter(
 
     Example:
         fully_shard(model)
-        bfp.quantize_reduce_scatter(model, "mxfp8_e5m2")
+        quantize_reduce_scatter(model, "mxfp8_e5m2")
     """
     found, words = check_reduce_format(format, "format"), None
     if key is not None:

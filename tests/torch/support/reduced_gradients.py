@@ -6,8 +6,8 @@ from small_model import device_mesh
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-import blockfp.torch as bfp
 from blockfp.definition.rounding import fold_in
+from blockfp.experimental.torch import quantize_reduce_scatter
 from blockfp.sharding import simulate
 
 SHAPES = {"matrix": (8, 64), "odd": (7, 40), "bias": (6,), "experts": (5, 3, 33), "few": (1, 24), "kernel": (4, 2, 3, 3)}
@@ -70,7 +70,7 @@ def sharded(mesh, format, key=0, dtype=torch.float32, **options):
     model = Model(dtype)
     fully_shard(model.inner, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
-    return model, bfp.quantize_reduce_scatter(model, format, key=key)
+    return model, quantize_reduce_scatter(model, format, key=key)
 
 
 def reduced(model):
