@@ -18,7 +18,7 @@ CORE = (
     {"files"},
     {"blockfp", "check"},
     {"jax_backend", "torch_backend"},
-    {"jax", "torch", "commands"},
+    {"jax", "torch", "experimental", "commands"},
     {"cli"},
     {"__main__"},
 )
