@@ -146,7 +146,7 @@ cudaError_t launch_encode(const EncodeArguments& a, cudaStream_t stream) {
   const int64_t blocks = per_tensor ? 1 : (empty ? 0 : a.x.batches * grid_rows * grid_columns);
   return with_element(a.format.element, [&](auto element) {
     using E = decltype(element);
-    if (a.blocks != nullptr || a.keeps) {  // of an empty x there are no blocks, but the tensor's scale
+    if (a.blocks != nullptr || a.amax != nullptr) {  // an empty x has no blocks, but its tensor's scale
       const int64_t launched = ceil_div(std::max(blocks, int64_t{1}), kEncodeThreads);
       if (launched > kMostBlocks) return cudaErrorInvalidConfiguration;
       encode_scales<E><<<launched, kEncodeThreads, 0, stream>>>(a, blocks);
