@@ -3,7 +3,8 @@
     python benchmarks/adamw_gpu.py --out benchmarks/results
 
 Bytes count once: gradient, master and both moments read; master, both moments, codes and scales written. Formats whose amax
-is the whole tensor's (FP8 per tensor, NVFP4) take a second pass over the masters, whose two reads (amax, codes) count too.
+is the whole tensor's (FP8 per tensor, NVFP4) take a second pass over the masters, whose read counts too; the first finds the
+amax.
 The parameters together are far larger than the caches. torch's AdamW updates fp32 parameters and writes no codes.
 """
 
@@ -102,7 +103,7 @@ def optimizers(rows: list, copy: float) -> None:
         optimizer.step()
         elements = sum(p.numel() for p in params)
         two_pass = format.has_tensor_scale
-        count = int(elements * (2 + 24 + format.bytes_per_element + (8 if two_pass else 0)))
+        count = int(elements * (2 + 24 + format.bytes_per_element + (4 if two_pass else 0)))
         note(rows, f"AdamW.step: {name}, bfloat16 gradient", count, milliseconds(optimizer.step, 30), copy)
         rows.append({"case": f"AdamW.step: {name}, host", "ms": round(host_milliseconds(optimizer.step), 4)})
         print(f"    host {rows[-1]['ms']} ms for {len(params)} parameters")

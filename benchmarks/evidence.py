@@ -46,6 +46,16 @@ PUBLISHED = (
     ("mxfp4", "mxfp4_floor", "rule ceil better than floor, MXFP4"),
 )
 """(better, worse, in words), as others have published it."""
+PAIRS = (
+    ("nvfp4", "mxfp8"),
+    ("nvfp4_4over6", "mxfp8"),
+    ("nvfp4_4over6", "nvfp4"),
+    ("nvfp4_4over6+squared", "nvfp4"),
+    ("nvfp4_4over6+squared", "nvfp4_4over6"),
+    ("nvfp4+guarded", "nvfp4"),
+    ("mxfp8+master_none", "mxfp8"),
+)
+"""Recipes that people choose between, and variants beside what they vary."""
 LEAST_MINUTES = 1.5
 """With less time left no run is begun or continued: compiling takes that."""
 
@@ -278,7 +288,10 @@ def spread(runs: dict[int, dict]) -> float | None:
 
 
 def table_of_losses(results: dict) -> str:
-    """Each recipe's held-out loss, what it is above bf16's of the same seeds, and its speed."""
+    """Each recipe's held-out loss, what it is above bf16's of the same seeds, and its speed.
+
+    All single runs are set beside the same run of bf16, whose luck is in each difference: they decide nothing.
+    """
     found = by_recipe(results)
     rows = [
         "| recipe | seeds | held-out loss | between seeds | above bf16 of the same seed | beside bf16 | tokens/s | MFU |",
@@ -289,7 +302,7 @@ def table_of_losses(results: dict) -> str:
         above, beside = interval(results, recipe, BASELINE), ""
         alone = differences(runs, found.get(BASELINE, {}))
         if recipe != BASELINE and alone:
-            beside = "not decided" if above is None or not above.decided else "above" if above.mean > 0 else "below"
+            beside = "not decided" if len(alone) < 2 else side(above, "above", "below")
         rates = [run["tokens_per_second"] for run in runs.values() if run["tokens_per_second"]]
         mfu = [run["mfu"] for run in runs.values() if run["mfu"]]
         cells = [
@@ -303,6 +316,22 @@ def table_of_losses(results: dict) -> str:
             f"{statistics.median(mfu):.1%}" if mfu else "",
         ]
         rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def side(found: Interval | None, more: str, less: str) -> str:
+    """The word for the side of zero on which an interval lies."""
+    return "not decided" if found is None or not found.decided else more if found.mean > 0 else less
+
+
+def table_of_pairs(results: dict) -> str:
+    """Differences of two recipes that have several seeds in common."""
+    rows = ["| recipe | beside | difference of their losses | |", "|---|---|---|---|"]
+    found = by_recipe(results)
+    for recipe, other in PAIRS:
+        if len(differences(found.get(recipe, {}), found.get(other, {}))) > 1:
+            change = interval(results, recipe, other)
+            rows.append(f"| `{recipe}` | `{other}` | {change} | {side(change, 'higher', 'lower')} |")
     return "\n".join(rows)
 
 
@@ -360,7 +389,7 @@ def verdict(change: list[float], noise: float | None) -> str:
     return f"{'confirmed' if mean < 0 else 'contradicted'}: {mean:+.4f} is outside ± {limit:.4f}"
 
 
-TABLES = {"losses": table_of_losses, "operands": table_of_sqnr, "order": table_of_order}
+TABLES = {"losses": table_of_losses, "pairs": table_of_pairs, "operands": table_of_sqnr, "order": table_of_order}
 
 
 def page_with(page: str, results: dict, name: str) -> str:

@@ -18,7 +18,7 @@
 //       key: int32 or uint32 [2], or [4] whose second pair is for codes_t; absent: nearest even. rotate_t: the random Hadamard
 //       transform before codes_t. largest_bits: fp32 bits that replace an FP8 block multiplier that overflows.
 //   encode(x, blocks?, nan?, amax?, key?, codes, scales, tensor_scale?, FORMAT, eps_bits, largest_bits, row, column, rows, columns)
-//       with blocks (amaxes reduced elsewhere) scales and tensor_scale are written, without they are read. Any strides and origin.
+//       with blocks or amax (reduced elsewhere) scales and tensor_scale are written, without they are read. Any strides and origin.
 //   requantize(x, blocks, nan?, amax?, key?, codes, scales, tensor_scale?, kept_tensor_scale?, FORMAT, row, column, rows, columns)
 //       x: float32, what has become of quantized values. scales, kept_tensor_scale: those that they had, from which the new scales and
 //       tensor_scale go on (blockfp/kept_scales.h). blocks, nan, amax: of x. key: two random bytes an element. Any strides and origin.
@@ -215,7 +215,8 @@ void encode(TensorView x, MaybeTensor blocks, MaybeTensor nan, MaybeTensor amax,
             TensorView scales, MaybeTensor tensor_scale, int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule,
             int64_t eps_bits, int64_t largest_bits, int64_t row, int64_t column, int64_t rows, int64_t columns) {
   const OnDevice on(x, "x");
-  const Format f = checked_format(element, block_rows, block_columns, rule, has(blocks) ? Scales::kMade : Scales::kThere, true);
+  const Scales scales_are = has(blocks) || has(amax) ? Scales::kMade : Scales::kThere;  // an empty x has no blocks
+  const Format f = checked_format(element, block_rows, block_columns, rule, scales_are, true);
   EncodeArguments a = checked_encode(on, x, blocks, nan, amax, key, codes, scales, tensor_scale, f, row, column, rows, columns);
   a.eps_bits = static_cast<int32_t>(eps_bits);
   a.largest_bits = static_cast<int32_t>(largest_bits);

@@ -364,3 +364,17 @@ def test_the_library_takes_every_rule_where_scales_are_there_and_refuses_choices
     else:
         library.encode(g, *found[:3], None, again, scales, tensor_scale, *numbers, 0, 0, 0, 0, 0, 0)
         assert_same((again, scales, tensor_scale), q, f"{format} encode by amaxes")
+
+
+@pytest.mark.parametrize("format", [format for format in FORMATS if format.scale.two_level], ids=str)
+def test_an_empty_part_has_the_scale_of_the_whole(format):
+    """Whether the kernel takes its columns as whole blocks or not: a rank without rows knows as much of the whole as others."""
+    for columns in (32, 24):
+        x = sample("gaussian", (40, columns))
+        amax, part = numerics.amax(x, format), x[:0]
+        own = numerics.amax(part, format)._replace(tensor=amax.tensor, members=None)
+        given = numerics.Amax(*(None if one is None else torch.tensor(np.asarray(one), device="cuda") for one in own))
+        expected = numerics.quantize(part, format, amax=own)
+        out = numerics.Quantized(*(torch.tensor(np.asarray(one), device="cuda") for one in expected))
+        out.tensor_scale.fill_(float("nan"))
+        assert_same(cuda.quantize(to_gpu(part), format, amax=given, out=out), expected, f"{format} {columns}")

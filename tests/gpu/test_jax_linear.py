@@ -159,8 +159,8 @@ def test_the_library_multiplies_as_the_values_do(a, b, shape):
         # Added to the sums by the kernel, whatever its dtype.
         bias = values((1, n), 5, dtype=bias_dtype)[0]
         added = jax.jit(partial(products._by_library, dtype=jnp.float32, fast=False))(left, right, bias)
-        wanted = exact[0] @ exact[1].T + np.asarray(bias, np.float64)
-        np.testing.assert_allclose(added, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+        terms = [np.c_[exact[0], np.ones(m)], np.c_[exact[1], np.asarray(bias, np.float64)]]
+        assert_product(added, *terms, PRECISE)
     other = products._dequantized(left, right, None, jnp.float32, Route("dequantize", "float32", False, ""), False)
     assert_product(other, *exact, PRECISE)
 

@@ -28,6 +28,8 @@ def test_every_kind_of_input_and_scale(format):
             for key in (None, (0xDEADBEEF, 7)):
                 got = cuda.requantize(to_gpu(x), format, *on_gpu(scales), key=key)
                 assert_same(got, numerics.requantize(x, format, *scales, key=key), f"{format} {kind} {shape} {key}")
+            codes, expected = cuda.encode(to_gpu(x), format, *on_gpu(scales)), numerics.encode(x, format, *scales)
+            assert_same((codes, None, None), (expected, None, None), f"{format} {kind} {shape} encode")
     strided = sample("gaussian", (150, 133))
     got = cuda.requantize(to_gpu(strided).mT, format, *on_gpu(scales_of((133, 150), format, 0)), key=1)
     assert_same(got, numerics.requantize(strided.T, format, *scales_of((133, 150), format, 0), key=1), f"{format} strided")
@@ -54,7 +56,7 @@ def test_steps_are_those_of_a_cpu(name, moments):
 
     results, start = [], bfp.quantize(torch.randn(192, 328, generator=torch.Generator().manual_seed(1)), name)
     for device in ("cpu", "cuda"):
-        p = torch.nn.Parameter(start.to(device))
+        p = torch.nn.Parameter(start.clone().to(device))  # on the CPU, too, one of its own
         optimizer = bfp.AdamW([p], lr=1e-2, master=None, moments=moments, key=7)
         for step in range(3):
             p.grad = torch.randn(192, 328, generator=torch.Generator().manual_seed(step)).to(device)

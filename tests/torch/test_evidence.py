@@ -157,6 +157,18 @@ def test_verdicts_by_intervals(fours, said):
     assert found.mean == pytest.approx(change.mean())
 
 
+def test_single_runs_decide_nothing():
+    """They share one run of bf16, here an unlucky one; recipes with several seeds are told from each other."""
+    results = results_of(bf16=[2.5, 2.0, 2.0], mxfp8=[2.01, 2.0, 2.02], nvfp4=[2.11, 2.1, 2.11], mxfp6=[0.5])
+    for run in results["runs"]:
+        run |= {"tokens_per_second": None, "mfu": None}
+    assert evidence.interval(results, "mxfp6", "bf16").decided
+    (row,) = [row for row in evidence.table_of_losses(results).splitlines() if row.startswith("| `mxfp6`")]
+    assert row.split(" | ")[5] == "not decided"
+    found = evidence.interval(results, "nvfp4", "mxfp8")
+    assert evidence.table_of_pairs(results).splitlines()[2:] == [f"| `nvfp4` | `mxfp8` | {found} | higher |"]
+
+
 def test_intervals_know_the_rows():
     """Two seeds that differ by nothing but the rows: their mean has the standard error of a paired test over rows."""
     rng = np.random.default_rng(0)

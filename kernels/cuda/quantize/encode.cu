@@ -77,13 +77,14 @@ __global__ void __launch_bounds__(kEncodeThreads) encode(const __grid_constant__
   for (int i = 0; i < count; ++i) {
     const int64_t column = first + i;
     if (column == end) {
-      int64_t across = 0;
+      int64_t block = 0;  // the one scale of all matrices
       end = a.x.columns;
       if (a.format.block_rows != 0) {
-        across = (a.window.column_phase + column) / a.format.block_columns;
+        const int64_t across = (a.window.column_phase + column) / a.format.block_columns;
         end = (across + 1) * a.format.block_columns - a.window.column_phase;
+        block = (batch * grid_rows + down) * grid_columns + across;
       }
-      multiplier = known_scale<E>(a, (batch * grid_rows + down) * grid_columns + across).multiplier;
+      multiplier = known_scale<E>(a, block).multiplier;
     }
     const float y = multiply(from_bits<float>(element_bits<T>(a.x, batch, row, column)), multiplier);
     int32_t code;
@@ -145,7 +146,7 @@ cudaError_t launch_encode(const EncodeArguments& a, cudaStream_t stream) {
   const int64_t blocks = per_tensor ? 1 : (empty ? 0 : a.x.batches * grid_rows * grid_columns);
   return with_element(a.format.element, [&](auto element) {
     using E = decltype(element);
-    if (a.blocks != nullptr) {
+    if (a.blocks != nullptr || a.amax != nullptr) {  // an empty x has no blocks, but its tensor's scale
       const int64_t launched = ceil_div(std::max(blocks, int64_t{1}), kEncodeThreads);
       if (launched > kMostBlocks) return cudaErrorInvalidConfiguration;
       encode_scales<E><<<launched, kEncodeThreads, 0, stream>>>(a, blocks);
