@@ -25,6 +25,7 @@ from .torch_backend.modules.fused_sequential import FusedSequential
 from .torch_backend.modules.gated_mlp import _rebuild_mlp
 from .torch_backend.modules.grouped_linear import GroupedLinear
 from .torch_backend.modules.kinds import _rebuild_layer
+from .torch_backend.modules.known_classes import MLPParts, SharedInput
 from .torch_backend.modules.layernorm_linear import LayerNormLinear
 from .torch_backend.modules.layernorm_mlp import LayerNormMLP
 from .torch_backend.modules.linear import Linear
@@ -33,6 +34,7 @@ from .torch_backend.modules.parallelize import parallelize
 from .torch_backend.modules.reproducible import Reproducible
 from .torch_backend.modules.sensitivity import sensitivity
 from .torch_backend.modules.sensitivity_table import LayerSensitivity, Sensitivity
+from .torch_backend.modules.shared_inputs import _rebuild_sharing
 from .torch_backend.modules.summary import LeftWeight, QuantizedWeight, Summary, summary
 from .torch_backend.modules.transformer_layer import TransformerLayer
 from .torch_backend.optimizer.adamw import Adam, AdamW
@@ -61,6 +63,7 @@ __all__ = [
     "Linear",
     "LinearState",
     "Loaded",
+    "MLPParts",
     "MultiheadAttention",
     "Observation",
     "Observed",
@@ -74,6 +77,7 @@ __all__ = [
     "Reproducible",
     "Saving",
     "Sensitivity",
+    "SharedInput",
     "Summary",
     "TransformerLayer",
     "WeightBucket",
@@ -111,7 +115,7 @@ __all__ = [
 ]
 
 # Pickles and tracebacks name what users import: rooms may move.
-_REBUILT = (_rebuild_layer, _rebuild_mlp, _rebuild_tensor, _rebuild_cast_weight)
+_REBUILT = (_rebuild_layer, _rebuild_mlp, _rebuild_sharing, _rebuild_tensor, _rebuild_cast_weight)
 _IN_PICKLES = (*_REBUILT, _LoadHooks, _show_parts, FusedSequential, GroupedProduct)
 for _public in (*_IN_PICKLES, *map(globals().__getitem__, __all__)):
     if getattr(_public, "__module__", "").startswith(f"{__package__}.torch_backend."):

@@ -1,0 +1,86 @@
+"""The modules of a model that `convert` derives classes for: casts made with an activation, or once for several layers."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+
+from torch import nn
+
+from .gated_mlp import FusedMLP, fused_class
+from .known_classes import DoesNotFit, MLPParts, Row, SharedInput, base_named, name_of, rows_of
+from .model_names import named_modules
+from .quantized_layer import QuantizedLayer
+from .shared_inputs import SharesInput, sharing_class
+
+Fuse = Mapping[type[nn.Module] | str, Row]
+"""Rows by class, or by its qualified name."""
+
+
+def fused_classes(model: nn.Module, made: Container[nn.Module], fuse: Fuse | None) -> dict[nn.Module, type[nn.Module]]:
+    """Returns the class that each module is to become, for those that have a row whose layers are quantized.
+
+    Args:
+        model: the model; it stays as it is.
+        made: the layers that are about to be quantized.
+        fuse: a user's own rows, which go before `known_classes.KNOWN`.
+
+    Raises:
+        TypeError: fuse isn't such a mapping.
+        ValueError: one of its rows isn't true of a module of its class, or the model has no such module.
+    """
+    asked = {_name_of_key(key): _checked(row) for key, row in _items(fuse)}
+    found: dict[nn.Module, type[nn.Module]] = {}
+    missing = set(asked)
+    for path, module in named_modules(model):
+        cls = type(module)
+        if isinstance(module, FusedMLP | SharesInput):
+            missing -= {name for name in missing if base_named(cls, name)}
+            continue
+        name = next((name for name in asked if _forward_is_of(cls, name)), None)
+        for row in rows_of(cls) if name is None else (asked[name],):
+            try:
+                new = fused_class(module, row) if isinstance(row, MLPParts) else sharing_class(module, row)
+            except DoesNotFit as error:
+                if name is None:
+                    continue
+                raise ValueError(f"fuse: {path!r}, a {cls.__name__}, doesn't fit {row}: {error}") from None
+            layers = (row.down,) if isinstance(row, MLPParts) else row.layers
+            children = (module._modules[layer] for layer in layers)
+            if all(isinstance(child, QuantizedLayer) or child in made for child in children):
+                found[module] = new
+            break
+        missing.discard(name or "")
+    if missing:
+        raise ValueError(
+            f"fuse: the model has no module with the forward of {', '.join(sorted(missing))}: name the class that the forward "
+            "is written in, with its module"
+        )
+    return found
+
+
+def _items(fuse: Fuse | None) -> list[tuple[type[nn.Module] | str, Row]]:
+    if fuse is not None and not isinstance(fuse, Mapping):
+        raise TypeError(f"fuse must be a mapping of classes to bfp.MLPParts or bfp.SharedInput, got {type(fuse).__name__}")
+    return list((fuse or {}).items())
+
+
+def _name_of_key(key: type[nn.Module] | str) -> str:
+    if isinstance(key, type) and issubclass(key, nn.Module):
+        return name_of(key)
+    if isinstance(key, str):
+        return key
+    raise TypeError(f"a key of fuse must be a class of modules, or its name with that of its module, got {key!r}")
+
+
+def _checked(row: Row) -> Row:
+    if not isinstance(row, MLPParts | SharedInput):
+        raise TypeError(f"a value of fuse must be a bfp.MLPParts or a bfp.SharedInput, got {row!r}")
+    if isinstance(row, SharedInput) and not (len(row.layers) > 1 and all(isinstance(name, str) for name in row.layers)):
+        raise ValueError(f"fuse: SharedInput takes the names of two layers or more, got {row}")
+    return row
+
+
+def _forward_is_of(cls: type[nn.Module], name: str) -> bool:
+    """Says whether a class is that of this name, or has its forward."""
+    base = base_named(cls, name)
+    return base is not None and cls.forward is base.forward  # pyright: ignore[reportAttributeAccessIssue]
