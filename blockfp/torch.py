@@ -21,7 +21,7 @@ from .torch_backend.linear.oscillations import Oscillation
 from .torch_backend.linear.recompute import keep_products
 from .torch_backend.modules.convert import convert
 from .torch_backend.modules.experts import GroupedProduct
-from .torch_backend.modules.fused_sequential import FusedSequential
+from .torch_backend.modules.fusing import FusedSequential
 from .torch_backend.modules.gated_mlp import _rebuild_mlp
 from .torch_backend.modules.grouped_linear import GroupedLinear
 from .torch_backend.modules.kinds import _rebuild_layer

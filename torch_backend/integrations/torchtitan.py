@@ -21,11 +21,11 @@ from blockfp.recipes import Recipe
 
 from ..modules.convert import convert
 from ..modules.experts import GroupedProduct
-from ..modules.in_place import become
 from ..modules.kinds import base_kind
 from ..modules.parallelize import parallelize
 from ..modules.quantized_layer import Weights
 from ..optimizer.adamw import Adam, AdamW
+from ..weights.held_parameters import become
 from ..weights.init import init_
 
 

@@ -12,11 +12,9 @@ from blockfp import patterns, recipes
 from blockfp.recipes import ByPath, Compute, Recipe
 
 from ..quantized_tensor.tensor import QuantizedTensor
-from ..weights.held_parameters import become_tensor
+from ..weights.held_parameters import become, become_tensor
 from .experts import Experts
-from .fused_sequential import FusedSequential, sequentials
 from .fusing import Fuse, fused_classes
-from .in_place import become
 from .kinds import (
     Kind,
     adapter_layers,
@@ -128,7 +126,7 @@ def convert(
     for layer, one in chosen.items():
         check_layer(one.path, layer, one.kind)
     made = _made(chosen, weights, compute, keep_init)
-    fused = fused_classes(model, made, fuse) | dict.fromkeys(sequentials(model, made), FusedSequential)
+    fused = fused_classes(model, made, fuse)
     _commit(made)
     for module, cls in fused.items():
         become(module, cls)

@@ -1,14 +1,22 @@
-"""The modules of a model that `convert` derives classes for: casts made with an activation, or once for several layers."""
+"""The modules of a model that `convert` derives classes for: casts made with an activation or a norm, or once for several."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+import itertools
+from collections.abc import Container, Iterator, Mapping
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
-from .gated_mlp import FusedMLP, fused_class
+from ..linear.gated_function import Gating
+from .forwards import SEQUENTIAL
+from .gated_mlp import FusedMLP, activation_of, fused_class
+from .gated_product import fused_product
 from .known_classes import DoesNotFit, MLPParts, Row, SharedInput, base_named, name_of, rows_of
+from .linear import Linear
 from .model_names import named_modules
+from .normed_product import fused_norm_product
 from .quantized_layer import QuantizedLayer
 from .shared_inputs import SharesInput, sharing_class
 
@@ -29,7 +37,7 @@ def fused_classes(model: nn.Module, made: Container[nn.Module], fuse: Fuse | Non
         ValueError: one of its rows isn't true of a module of its class, or the model has no such module.
     """
     asked = {_name_of_key(key): _checked(row) for key, row in _items(fuse)}
-    found: dict[nn.Module, type[nn.Module]] = {}
+    found: dict[nn.Module, type[nn.Module]] = dict.fromkeys(sequentials(model, made), FusedSequential)
     missing = set(asked)
     for path, module in named_modules(model):
         cls = type(module)
@@ -84,3 +92,49 @@ def _forward_is_of(cls: type[nn.Module], name: str) -> bool:
     """Says whether a class is that of this name, or has its forward."""
     base = base_named(cls, name)
     return base is not None and cls.forward is base.forward  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class FusedSequential(nn.Sequential):
+    """Its modules one after the other, with the same bits; where somebody looks (hooks), each is called."""
+
+    def forward(self, input: Any) -> Any:
+        if nn.Sequential.forward is not SEQUENTIAL:
+            return nn.Sequential.forward(self, input)
+        modules = list(self)
+        place = 0
+        while place < len(modules):
+            y = None
+            if place + 1 < len(modules) and isinstance(modules[place + 1], Linear) and isinstance(input, Tensor):
+                y = _at_once(modules[place], modules[place + 1], input)
+            input, place = (modules[place](input), place + 1) if y is None else (y, place + 2)
+        return input
+
+
+def _at_once(first: nn.Module, layer: nn.Module, x: Tensor) -> Tensor | None:
+    """Returns layer(first(x)) in one op for `first` and the cast; None where both have to be called."""
+    if isinstance(first, nn.RMSNorm):
+        return fused_norm_product(first, layer, x)
+    activation = activation_of(first)
+    return None if activation is None else fused_product(layer, x, None, Gating(activation, "apart"))
+
+
+def sequentials(model: nn.Module, made: Container[nn.Module]) -> Iterator[nn.Sequential]:
+    """Gives the `torch.nn.Sequential`s of a model, of that very class, that are to become fused ones.
+
+    Args:
+        made: the layers that `convert` changes.
+    """
+    for module in model.modules():
+        if (
+            type(module) is not nn.Sequential
+            or nn.Sequential.forward is not SEQUENTIAL
+            or "forward" in vars(module)
+            or parametrize.is_parametrized(module)
+        ):
+            continue
+        modules = list(module)
+        if any(
+            layer in made and (type(first) is nn.RMSNorm or activation_of(first) is not None)
+            for first, layer in itertools.pairwise(modules)
+        ):
+            yield module

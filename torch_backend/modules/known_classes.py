@@ -102,8 +102,8 @@ transformers downloads (`transformers_modules`) nothing is known.
 """
 
 CONV1D = "transformers.pytorch_utils.Conv1D"
-TRANSFORMERS_EXPERTS = "transformers.integrations.moe"
-"""The module of the decorator's forward, by which all of transformers' experts that are held in 3-D parameters are known."""
+TRANSFORMERS_MOE = "transformers.integrations.moe"
+"""The file of the forward that transformers' decorator gives to classes of experts, and of the gate that most of them have."""
 TITAN_EXPERTS = "torchtitan.models.common.moe.GroupedExperts"
 TITAN_ROUTER = "torchtitan.models.common.moe.TokenChoiceTopKRouter"
 PEFT_LAYER = "peft.tuners.tuners_utils.BaseTunerLayer"
