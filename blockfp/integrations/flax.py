@@ -20,9 +20,9 @@ from jax import lax
 from blockfp import patterns, recipes
 from blockfp.recipes import ByPath, Recipe
 
-from ..arrays.array import is_quantized
-from ..linear.linear import linear
-from ..params.params import Filter, quantize_weight
+from ..jax_backend.arrays.array import is_quantized
+from ..jax_backend.linear.linear import linear
+from ..jax_backend.params.params import Filter, quantize_weight
 
 KEYS = "quantize"
 """Name of the stream of random keys that a recipe with stochastic rounding draws from."""
