@@ -83,6 +83,7 @@ def convert(model: Any, recipe: Recipe | str | ByPath, filter_fn: Filter | None 
     for layer, one in chosen:
         layer.kernel = layer.kernel.replace(quantize_weight(layer.kernel.get_value(), one.weight.format))
         layer.recipe, layer.keys = one, _keys_for(layer, rngs) if rngs is not None and _draws(one) else None
+        # It stays the same object for all that refer to it: shared layers, lists, attributes that users hold.
         layer.__class__ = QuantizedLinear
     return model
 

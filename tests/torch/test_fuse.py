@@ -240,6 +240,8 @@ class Overrides(Gated):
         ({7: GATED}, TypeError, "a key of fuse must be a class of modules, .*got 7"),
         ({int: GATED}, TypeError, "a key of fuse must be a class of modules"),
         ({Gated: ("w1", "w3")}, TypeError, r"must be a bfp\.MLPParts or a bfp\.SharedInput, got \('w1', 'w3'\)"),
+        ({Gated: bfp.SharedInput("w1", 3)}, TypeError, r"must be strings, got SharedInput\('w1', 3\)"),
+        ({Gated: bfp.MLPParts(up=["w1"], down="w2", activation="silu")}, TypeError, "must be strings, got MLPParts"),
         ({Gated: bfp.SharedInput("w1")}, ValueError, r"two layers or more, got SharedInput\('w1'\)"),
     ],
 )

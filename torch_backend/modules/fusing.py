@@ -53,7 +53,7 @@ def fused_classes(model: nn.Module, made: Container[nn.Module], fuse: Fuse | Non
                     continue
                 raise ValueError(f"fuse: {path!r}, a {cls.__name__}, doesn't fit {row}: {error}") from None
             layers = (row.down,) if isinstance(row, MLPParts) else row.layers
-            children = (module._modules[layer] for layer in layers)
+            children = (module.get_submodule(layer) for layer in layers)
             if all(isinstance(child, QuantizedLayer) or child in made for child in children):
                 found[module] = new
             break
@@ -83,7 +83,10 @@ def _name_of_key(key: type[nn.Module] | str) -> str:
 def _checked(row: Row) -> Row:
     if not isinstance(row, MLPParts | SharedInput):
         raise TypeError(f"a value of fuse must be a bfp.MLPParts or a bfp.SharedInput, got {row!r}")
-    if isinstance(row, SharedInput) and not (len(row.layers) > 1 and all(isinstance(name, str) for name in row.layers)):
+    names = row.layers if isinstance(row, SharedInput) else (row.up, row.down, row.activation, row.gate or row.up)
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"fuse: names of modules must be strings, got {row}")
+    if len(names) < 2:
         raise ValueError(f"fuse: SharedInput takes the names of two layers or more, got {row}")
     return row
 

@@ -121,7 +121,7 @@ def parts_of(mlp: nn.Module, row: MLPParts) -> Parts:
             raise DoesNotFit(f"it has no module {name!r}")
     if act is None and function not in ACTIVATIONS:
         raise DoesNotFit(f"activation {function!r} is neither a module of it nor one of {', '.join(ACTIVATIONS)}")
-    if act is not None and activation_of(mlp._modules[act]) is None:
+    if act is not None and activation_of(mlp.get_submodule(act)) is None:
         known = "torch.nn.SiLU and GELU and transformers' are, without hooks and with their own forward"
         raise DoesNotFit(f"{act}, {mlp._modules[act]}, isn't known to compute {', '.join(ACTIVATIONS)} ({known})")
     parts = Parts(row.down, row.gate or row.up, up, act, halves, function)
