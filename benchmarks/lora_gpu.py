@@ -29,7 +29,6 @@ from typing import Any
 import ranks
 import torch
 import torch.distributed as dist
-from blockfp.torch_backend.integrations.peft import register
 from blockfp.torch_backend.quantized_tensor import sharding
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
@@ -39,6 +38,7 @@ from torch.nn.utils import parametrize
 from transformers import GptOssConfig, GptOssForCausalLM
 
 import blockfp.torch as bfp
+from blockfp.integrations.peft import register
 
 CONTENDERS = ("bf16", "mxfp4+exact", "mxfp4", "fp8_block", "nvfp4+exact", "bitsandbytes")
 TINY = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -21,10 +21,11 @@ from .torch_backend.linear.oscillations import Oscillation
 from .torch_backend.linear.recompute import keep_products
 from .torch_backend.modules.convert import convert
 from .torch_backend.modules.experts import GroupedProduct
-from .torch_backend.modules.fused_sequential import FusedSequential
+from .torch_backend.modules.fusing import FusedSequential
 from .torch_backend.modules.gated_mlp import _rebuild_mlp
 from .torch_backend.modules.grouped_linear import GroupedLinear
 from .torch_backend.modules.kinds import _rebuild_layer
+from .torch_backend.modules.known_classes import MLPParts, SharedInput
 from .torch_backend.modules.layernorm_linear import LayerNormLinear
 from .torch_backend.modules.layernorm_mlp import LayerNormMLP
 from .torch_backend.modules.linear import Linear
@@ -61,6 +62,7 @@ __all__ = [
     "Linear",
     "LinearState",
     "Loaded",
+    "MLPParts",
     "MultiheadAttention",
     "Observation",
     "Observed",
@@ -72,6 +74,7 @@ __all__ = [
     "Reproducible",
     "Saving",
     "Sensitivity",
+    "SharedInput",
     "Summary",
     "TransformerLayer",
     "WeightBucket",

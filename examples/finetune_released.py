@@ -29,13 +29,13 @@ from pydoc_data.topics import topics
 import byte_text
 import numpy as np
 import torch
-from blockfp.torch_backend.integrations.peft import merged, register
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import blockfp.torch as bfp
 from blockfp import recipes
+from blockfp.integrations.peft import merged, register
 
 CONTEXT, ROWS = 96, 16
 CONFIG = LlamaConfig(

@@ -220,7 +220,8 @@ def holder_of(param: Tensor) -> str | None:
     """
     if getattr(param, "_fsdp_flattened", False):
         return "a FullyShardedDataParallel"
-    zero: Any = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
+    # Where nobody has imported it, nobody has made one.
+    zero: Any = getattr(getattr(torch.distributed, "optim", None), "ZeroRedundancyOptimizer", None)
     viewed = zero is not None and param.untyped_storage().nbytes() > param.nbytes
     if viewed and any(one is param for held in _instances(zero) for group in held.param_groups for one in group["params"]):
         # It sends the memory of several parameters at once, which would no longer hold this one.

@@ -11,13 +11,13 @@ speed and nothing else.
 from __future__ import annotations
 
 import math
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+from array_api_compat import is_torch_array
 
 from ..definition import bits, checks, layout
 from ..definition.bits import Array
@@ -297,11 +297,13 @@ class _Writable:
 class _Torch:
     """Lends CPU tensors to the library, and makes new ones.
 
-    torch is known here, and only where a tensor comes in: asking an array namespace for memory takes
-    more than twice as long, and DLPack has no word for tensors that need a gradient or have no memory of their own.
+    torch is known here, and imported only where a tensor comes in: asking an array namespace for memory takes more than twice
+    as long, and DLPack has no word for tensors that need a gradient or have no memory of their own.
     """
 
-    def __init__(self, torch: Any):
+    def __init__(self):
+        import torch
+
         # A default device is the user's, and has nothing to do with where these go.
         self._empty = partial(torch.empty, device="cpu")
         self._from_numpy = torch.from_numpy
@@ -342,10 +344,9 @@ def _arrays_of(x: Array) -> _NumPy | _Torch:
     global _torch
     if isinstance(x, np.ndarray | np.generic):
         return _numpy
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(x, torch.Tensor) and x.is_cpu:
+    if is_torch_array(x) and x.is_cpu:
         if _torch is None:
-            _torch = _Torch(torch)
+            _torch = _Torch()
         return _torch
     where = f" on {x.device}" if hasattr(x, "device") else ""
     raise TypeError(f"the CPU kernels take NumPy arrays and CPU torch tensors, got {type(x).__name__}{where}")

@@ -5,7 +5,6 @@ Flax looks types up in a table of its own, and isn't imported for that: it is to
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +15,8 @@ from . import identity
 
 def register(kind: type) -> None:
     """Registers with Flax, which is imported, how the arrays of this class go into its state dicts and come out."""
-    serialization = sys.modules["flax.serialization"]
+    from flax import serialization
+
     # While Flax itself is being imported, the function isn't there yet.
     if hasattr(serialization, "register_serialization_state"):
         serialization.register_serialization_state(kind, to_parts, of_state_dict, override=True)

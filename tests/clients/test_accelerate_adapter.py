@@ -48,7 +48,7 @@ def same(model, other):
 
 
 def _loads(rank):
-    from blockfp.torch_backend.integrations.accelerate import prepare
+    from blockfp.integrations.accelerate import prepare
 
     common = client()
     for recipe in RECIPES:
@@ -80,7 +80,7 @@ def _resumes(rank):
 
 
 def _resumes_from_full(rank):
-    import blockfp.torch_backend.integrations.accelerate  # noqa: F401
+    import blockfp.integrations.accelerate  # noqa: F401
 
     _resume(rank, state_dict_type="FULL_STATE_DICT")
 
@@ -112,7 +112,8 @@ def test_save_state_resumes_to_the_bit(function, monkeypatch):
 
 def test_without_fsdp_it_is_prepare():
     from accelerate import Accelerator
-    from blockfp.torch_backend.integrations.accelerate import prepare
+
+    from blockfp.integrations.accelerate import prepare
 
     common = client()
     model = common.net("nvfp4", "quantized")

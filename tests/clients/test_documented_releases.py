@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def test_a_release_is_loaded_trained_and_served(tmp_path):
-    from blockfp.torch_backend.integrations.transformers import BlockfpConfig, save_in_layout
+    from blockfp.integrations.transformers import BlockfpConfig, save_in_layout
 
     wide = {"hidden_size": 256, "intermediate_size": 384}
     family("Llama", **wide).to(torch.bfloat16).save_pretrained(tmp_path / "plain")

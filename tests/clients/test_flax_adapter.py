@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from blockfp.jax_backend.integrations.flax import QuantizedLinear, convert
 from flax import linen, nnx, serialization
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -15,6 +14,7 @@ from same_trees import assert_same_tree
 
 import blockfp.jax as bfp
 from blockfp import recipes
+from blockfp.integrations.flax import QuantizedLinear, convert
 
 pytestmark = pytest.mark.usefixtures("little_optimization")
 

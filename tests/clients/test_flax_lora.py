@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from blockfp.jax_backend.integrations.flax import convert
 from flax import linen, nnx
 from same_trees import assert_same_tree
 
 import blockfp.jax as bfp
+from blockfp.integrations.flax import convert
 
 pytestmark = pytest.mark.usefixtures("little_optimization")
 

@@ -12,7 +12,8 @@ import blockfp.torch as bfp
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # lightning's own imports
     import lightning
-    from blockfp.torch_backend.integrations.lightning import BlockfpPrecision
+
+    from blockfp.integrations.lightning import BlockfpPrecision
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 

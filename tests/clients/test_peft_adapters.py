@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from blockfp.torch_backend.integrations.peft import register
 from documented import run_documented
 from peft import IA3Config, LoHaConfig, LoraConfig, OFTConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft_models import TOKENS, adapted, gpt_oss, llama
@@ -12,6 +11,7 @@ from torch import nn
 
 import blockfp.torch as bfp
 from blockfp.cli import app
+from blockfp.integrations.peft import register
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning", "ignore:.*:DeprecationWarning")
 
@@ -48,7 +48,7 @@ def test_what_is_nobodys_to_quantize_is_left_to_peft():
     model = nn.Sequential(nn.Linear(8, 8), Own(8, 8), nn.Embedding(4, 8))
     made = get_peft_model(model, register(LoraConfig(target_modules=["0", "1", "2"]))).base_model.model
     kinds = [f"{type(layer).__module__}.{type(layer).__name__}" for layer in made]
-    ours, own = "blockfp.torch_backend.integrations.peft", "peft.tuners.lora.layer"
+    ours, own = "blockfp.integrations.peft", "peft.tuners.lora.layer"
     assert kinds == [f"{ours}.LoraLinear", f"{own}.Linear", f"{own}.Embedding"]
     with pytest.raises(TypeError, match=r"config must be a peft\.LoraConfig, got IA3Config"):
         register(IA3Config())

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import threaded
 import torch
-from blockfp.torch_backend.integrations.peft import merged, register
 from blockfp.torch_backend.quantized_tensor.sharding import local_of
 from documented import run_documented
 from peft import LoraConfig, get_peft_model
@@ -23,6 +22,7 @@ from transformers import (
 
 import blockfp
 import blockfp.torch as bfp
+from blockfp.integrations.peft import merged, register
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning", "ignore:.*:DeprecationWarning")
 

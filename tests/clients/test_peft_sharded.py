@@ -9,7 +9,6 @@ import gloo
 import pytest
 import torch
 import torch.distributed as dist
-from blockfp.torch_backend.integrations.peft import merged, register
 from blockfp.torch_backend.quantized_tensor.sharding import local_of
 from documented import run_documented
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -27,6 +26,7 @@ from transformers import (
 
 import blockfp.torch as bfp
 from blockfp import recipes
+from blockfp.integrations.peft import merged, register
 
 STEPS = 20
 DEEPSEEK = LATENT | {

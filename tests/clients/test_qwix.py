@@ -12,7 +12,7 @@ from flax import linen, nnx
 import blockfp.jax as bfp
 
 qwix = pytest.importorskip("qwix")
-adapter = pytest.importorskip("blockfp.jax_backend.integrations.qwix")
+adapter = pytest.importorskip("blockfp.integrations.qwix")
 
 pytestmark = [
     pytest.mark.usefixtures("little_optimization"),

@@ -28,12 +28,13 @@ SKIP = ("lm_head", "*.router.gate", "*.wkv_a")
 def titan():
     # Its Triton kernels for experts are imported with everything else, and this machine has no Triton.
     sys.modules.setdefault("torchtitan.distributed.minimal_async_ep.kernels", MagicMock())
-    from blockfp.torch_backend.integrations import torchtitan as adapter
     from torchtitan.distributed import parallel_dims
     from torchtitan.distributed.utils import get_spmd_backend, set_spmd_backend
     from torchtitan.models import deepseek_v3, llama3
     from torchtitan.models.deepseek_v3.parallelize import parallelize_deepseekv3
     from torchtitan.models.llama3.parallelize import parallelize_llama
+
+    from blockfp.integrations import torchtitan as adapter
 
     # It takes a machine without an accelerator for one with CUDA.
     device, parallel_dims.device_type = parallel_dims.device_type, "cpu"

@@ -8,13 +8,13 @@ import warnings
 import pytest
 import torch
 import transformers
-from blockfp.torch_backend.integrations.transformers import BlockfpConfig
 from hf_experts import COMMON, FAMILIES, TOKENS, experts_of, family, routed, weights_of
 from torch import nn
 
 import blockfp
 import blockfp.torch as bfp
 from blockfp import recipes
+from blockfp.integrations.transformers import BlockfpConfig
 
 GATES = {
     "Aria": "aria", "Beam": "beam", "DeepseekV4": "deepseek_v4", "HYV4": "hy_v4", "GptOss": "gpt_oss", "Inkling2": "inkling2",

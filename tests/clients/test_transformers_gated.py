@@ -5,15 +5,15 @@ import copy
 import functools
 import importlib.util
 import io
+import re
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from blockfp.torch_backend.modules import convert as convert_module
-from blockfp.torch_backend.modules import gated_mlp
-from blockfp.torch_backend.modules.gated_mlp import FusedMLP, activation_of, parts_of
-from blockfp.torch_backend.modules.shared_inputs import READERS
+from blockfp.torch_backend.modules import fusing
+from blockfp.torch_backend.modules.gated_mlp import FusedMLP, Parts, activation_of, why_not
+from blockfp.torch_backend.modules.known_classes import KNOWN
 from counted_casts import casts_of
 from torch import nn
 
@@ -51,7 +51,7 @@ def model_of(name, dtype=torch.float32):
 def converted(name, recipe, fused, monkeypatch, dtype=torch.float32):
     with monkeypatch.context() as patch:
         if not fused:
-            patch.setattr(convert_module, "fused_class", lambda mlp: None)
+            patch.setattr(fusing, "rows_of", lambda cls: ())
         return bfp.convert(
             model_of(name, dtype), recipe, filter_fn=lambda path, layer: "lm_head" not in path and "embed_out" not in path
         )
@@ -155,83 +155,6 @@ def test_compiled_whole(name, monkeypatch):
     assert_equal(*results)
 
 
-class Changed(nn.Module):
-    """Forwards that are nearly known."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up, self.down, self.act = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.SiLU()
-
-    def known(self, hidden):
-        """With a docstring, and names of its own."""
-        return self.down(self.act(self.gate(hidden)) * self.up(hidden))
-
-    def function(self, x):
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
-
-    def by_nn(self, x):
-        return self.down(nn.functional.gelu(self.up(x)))
-
-    def other_approximation(self, x):
-        return self.down(F.gelu(self.up(x), approximate="none"))
-
-    def added(self, x):
-        return self.down(self.act(self.gate(x)) + self.up(x))
-
-    def scaled(self, x):
-        return self.down(self.act(self.gate(x)) * self.up(x) * 2)
-
-    def swapped(self, x):
-        return self.down(self.gate(self.act(x)) * self.up(x))
-
-    def other_function(self, x):
-        return self.down(F.mish(self.gate(x)) * self.up(x))
-
-    def with_default(self, x=None):
-        return self.down(self.act(self.gate(x)) * self.up(x))
-
-    def method(self, x):
-        return self.down(self.bend(self.gate(x)) * self.up(x))
-
-    def bend(self, x):
-        return x
-
-
-def test_forwards_are_known_exactly():
-    def parts(name):
-        return parts_of(type("Other", (Changed,), {"forward": vars(Changed)[name]}))
-
-    assert parts("known") == ("down", "gate", "up", "act", False, None)
-    assert parts("function") == ("down", "up", None, None, False, "gelu_tanh")
-    assert parts("by_nn") == ("down", "up", None, None, False, "gelu")
-    for name in ("other_approximation", "added", "scaled", "other_function", "with_default", "method"):
-        assert parts(name) is None, name
-    # What stands where the activation should is no activation.
-    made = type("Other", (Changed,), {"forward": Changed.swapped})()
-    assert gated_mlp.fused_class(made) is None
-    wrapped = functools.wraps(Changed.known)(lambda self, x: Changed.known(self, x) + 1)
-    assert parts_of(type("Other", (Changed,), {"forward": wrapped})) is None
-
-
-@pytest.mark.parametrize("forward", ["known", "function", "by_nn"])
-def test_models_of_ones_own(forward, monkeypatch):
-    cls = type("Own", (Changed,), {"forward": vars(Changed)[forward]})
-    found = []
-    for fused in (True, False):
-        torch.manual_seed(0)
-        model = cls()
-        with monkeypatch.context() as patch:
-            if not fused:
-                patch.setattr(convert_module, "fused_class", lambda mlp: None)
-            bfp.convert(model, "fp8_current")
-        assert isinstance(model, FusedMLP) is fused
-        x = torch.randn((4, 8), generator=torch.Generator().manual_seed(0)).requires_grad_()
-        y = model(x)
-        y.sum().backward()
-        found.append({"y": y.detach(), "x": x.grad, **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}})
-    assert_equal(*found)
-
-
 def test_activations():
     from transformers.activations import ACT2FN
 
@@ -300,25 +223,147 @@ def _writes(node):
     return isinstance(node, ast.AugAssign)
 
 
-@pytest.mark.parametrize("place", READERS)
-def test_forwards_that_share_a_cast_write_nothing_between(place):
-    """Of all classes whose layers would share one, by their sources."""
-    library, folder = place.rstrip(".").split(".")
+@functools.cache
+def forwards_of(place):
+    """(class, forward, layers that it calls) of all classes of an installed library, by their sources."""
+    library, _, folder = place.rstrip(".").partition(".")
     found = importlib.util.find_spec(library)
     if found is None:
         pytest.skip(f"{library} is not installed")
+    files = (Path(found.submodule_search_locations[0]) / folder).rglob("*.py")
+    # A model's modular file is what its modeling file is made of, and isn't imported.
+    texts = (file.read_text() for file in files if not file.name.startswith("modular_"))
+    classes = (one for text in texts for one in re.findall(r"^class .*?(?=^[^\s)]|\Z)", text, flags=re.MULTILINE | re.DOTALL))
+    calls = [[f"self.{name}(" for name in layers_of(row)] for row in KNOWN[place]]
+    return [
+        (cls.name, forward, {_called(node) for node in ast.walk(forward)})
+        for text in classes
+        if any(all(call in text for call in each) for each in calls)
+        for cls in ast.parse(text).body
+        if isinstance(cls, ast.ClassDef)
+        for forward in cls.body
+        if isinstance(forward, ast.FunctionDef) and forward.name == "forward"
+    ]
+
+
+def layers_of(row):
+    return row.layers if isinstance(row, bfp.SharedInput) else tuple({row.gate or row.up, row.up, row.down})
+
+
+PLACES = [place for place in KNOWN if place != "transformers_modules."]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_forwards_that_share_a_cast_write_nothing_between(place):
+    """Of all classes whose layers would share one, by their sources."""
     count, writing = 0, set()
-    for file in (Path(found.submodule_search_locations[0]) / folder).rglob("*.py"):
-        for cls in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ClassDef)):
-            for forward in (node for node in cls.body if isinstance(node, ast.FunctionDef) and node.name == "forward"):
-                nodes = list(ast.walk(forward))
-                for row in READERS[place]:
-                    lines = [node.lineno for node in nodes if _called(node) in row]
-                    if not set(row) <= {_called(node) for node in nodes}:
-                        continue
-                    count += 1
-                    between = (node for node in nodes if min(lines) <= getattr(node, "lineno", 0) <= max(lines))
-                    writing |= {f"{cls.name}: {ast.unparse(node)}" for node in between if _writes(node)}
+    for cls, forward, called in forwards_of(place):
+        for row in KNOWN[place]:
+            if not isinstance(row, bfp.SharedInput) or not called.issuperset(row.layers):
+                continue
+            count += 1
+            nodes = list(ast.walk(forward))
+            lines = [node.lineno for node in nodes if _called(node) in row.layers]
+            between = (node for node in nodes if min(lines) <= getattr(node, "lineno", 0) <= max(lines))
+            writing |= {f"{cls}: {ast.unparse(node)}" for node in between if _writes(node)}
     assert count > 1
     # Of a cache, that it was filled.
     assert not {one for one in writing if ".is_updated[" not in one}
+
+
+GATED_FORMS = (
+    "return self.down(ACT(self.gate(x)) * self.up(x))",
+    "y = self.down(ACT(self.gate(x)) * self.up(x)); return y",
+    "y = ACT(self.gate(x)) * self.up(x); return self.down(y)",
+    "y = ACT(self.gate(x)); return self.down(y * self.up(x))",
+)
+HALVES_FORMS = (
+    "y = self.gate(x); z, y = y.chunk(2, dim=-1); y = y * ACT(z); return self.down(y)",
+    "x = self.gate(x); y = x.chunk(2, dim=-1); x = ACT(y[0]) * y[1]; x = self.down(x); return x",
+    "x = self.gate(x); y = x.chunk(2, dim=-1); x = ACT(y[0]) * y[1]; return self.down(x)",
+)
+PLAIN_FORMS = (
+    "return self.down(ACT(self.gate(x)))",
+    "x = self.gate(x); x = ACT(x); x = self.down(x); return x",
+    "x = self.gate(x); x = ACT(x); return self.down(x)",
+    "x = self.gate(x); x = ACT(x); y = self.down(x); return y",
+    "y = self.gate(x); y = ACT(y); y = self.down(y); return y",
+    "y = self.gate(x); y = ACT(y); z = self.down(y); return z",
+    "x = ACT(self.gate(x)); x = self.down(x); return x",
+    "y = ACT(self.gate(x)); y = self.down(y); return y",
+)
+
+
+class _Renamed(ast.NodeTransformer):
+    """Local names by the order they come in."""
+
+    def __init__(self):
+        self.names = {"F": "F", "nn": "nn", "self": "self"}
+
+    def visit_Name(self, node):
+        return ast.Name(self.names.setdefault(node.id, f"name{len(self.names)}"))
+
+    def visit_arg(self, node):
+        return ast.arg(self.names.setdefault(node.arg, f"name{len(self.names)}"))
+
+
+def plain(forward):
+    """The source of a forward without docstring and annotations, and with names that say nothing."""
+    forward = ast.parse(ast.unparse(forward)).body[0]
+    forward.decorator_list, forward.returns = [], None
+    body = forward.body[1:] if ast.get_docstring(forward) is not None else forward.body
+    renamed = _Renamed()
+    arguments = [ast.unparse(renamed.visit(argument)) for argument in forward.args.args]
+    extra = (forward.args.vararg, forward.args.kwarg, *forward.args.kwonlyargs, *forward.args.defaults)
+    return arguments, [ast.unparse(renamed.visit(node)) for node in body], any(extra)
+
+
+def forms(row):
+    """What forwards that do what a row says look like in these libraries."""
+    gate = row.gate or row.up
+    texts = PLAIN_FORMS if row.gate is None else HALVES_FORMS if row.gate == row.up else GATED_FORMS
+    functions = {"silu": ("F.silu", "nn.functional.silu"), "gelu": ("F.gelu", "nn.functional.gelu")}
+    for text in texts:
+        for activation in (f"self.{row.activation}", *functions.get(row.activation, ())):
+            parts = {"gate": f"self.{gate}", "up": f"self.{row.up}", "down": f"self.{row.down}", "ACT": activation}
+            named = re.sub(r"(?:self\.)?\b(gate|up|down|ACT)\b", lambda found, parts=parts: parts[found[1]], text)
+            yield plain(ast.parse(f"def forward(self, x): {named}").body[0])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_mlps_that_are_known_do_what_their_row_says(place):
+    """Of all classes that call a row's layers, by their sources: the forms above are taken, and nothing else."""
+    taken, others = set(), set()
+    for row in (row for row in KNOWN[place] if isinstance(row, bfp.MLPParts)):
+        written = list(forms(row))
+        gate, up = row.gate or row.up, row.up if row.gate not in (None, row.up) else None
+        for cls, forward, called in forwards_of(place):
+            if not called.issuperset(layers_of(row)):
+                continue
+            function = None if row.activation in called else row.activation
+            parts = Parts(row.down, gate, up, None if function else row.activation, row.gate == row.up, function)
+            known = why_not(compiled(forward), parts) is None
+            assert known == (plain(forward) in written), (cls, row, ast.unparse(forward))
+            (taken if known else others).add(cls)
+    assert taken
+    if place == "transformers.models.":
+        assert len(taken) > 250
+        # They have the layers of a row, and do something else with them, or more.
+        assert others - taken >= {
+            *("BeamMLP", "BitNetMLP", "DeepseekV4MLP", "DoryMLP", "FalconH1MLP", "Glm5NextTextMLP", "GteMLP", "InklingMLP"),
+            *("SeedOssMLP", "Step3p7MLP", "T5GemmaMLP", "MoonshineDecoderMLP", "Sam3MLP", "Llama4VisionMLP2", "DetrMLP"),
+        }
+
+
+def compiled(forward):
+    """The function of a forward's source, without its annotations and defaults."""
+    forward = ast.parse(ast.unparse(forward)).body[0]
+    forward.decorator_list, forward.returns = [], None
+    for node in ast.walk(forward):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    for defaults in (forward.args.defaults, forward.args.kw_defaults):
+        defaults[:] = [default and ast.Constant(None) for default in defaults]
+    names = {"torch": torch, "nn": nn, "F": F}
+    exec(compile(ast.fix_missing_locations(ast.Module([forward], [])), "forward", "exec"), names)
+    return names["forward"]

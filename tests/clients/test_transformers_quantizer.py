@@ -9,7 +9,6 @@ import warnings
 
 import pytest
 import torch
-from blockfp.torch_backend.integrations.transformers import BlockfpConfig
 from hf_models import assert_same, family, is_quantized, load, logits
 from processes import LIMIT
 from transformers import AutoModelForCausalLM
@@ -17,6 +16,7 @@ from transformers import AutoModelForCausalLM
 import blockfp
 import blockfp.torch as bfp
 from blockfp import recipes
+from blockfp.integrations.transformers import BlockfpConfig
 from blockfp.recipes import Cast
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -183,7 +183,7 @@ def test_a_missing_weight_is_initialized(tmp_path):
 
 
 def test_without_transformers():
-    code = "import sys; sys.modules['transformers'] = None; import blockfp.torch_backend.integrations.transformers"
+    code = "import sys; sys.modules['transformers'] = None; import blockfp.integrations.transformers"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT)
     assert "integrations.transformers needs transformers 5 and safetensors" in done.stderr
 

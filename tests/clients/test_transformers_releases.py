@@ -7,13 +7,13 @@ import re
 import pytest
 import torch
 import transformers
-from blockfp.torch_backend.integrations.transformers import BlockfpConfig, save_in_layout
 from hf_models import TOKENS, family, load, logits
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import blockfp.torch as bfp
 from blockfp.errors import BadFile
+from blockfp.integrations.transformers import BlockfpConfig, save_in_layout
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 

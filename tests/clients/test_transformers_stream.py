@@ -9,7 +9,6 @@ import gloo
 import pytest
 import torch
 import transformers
-from blockfp.torch_backend.integrations.transformers import BlockfpConfig, save_in_layout, stream_in_layout
 from documented import run_documented
 from hf_models import family, logits
 from safetensors.torch import load_file, save_file
@@ -19,6 +18,7 @@ from typer.testing import CliRunner
 
 import blockfp.torch as bfp
 from blockfp import cli
+from blockfp.integrations.transformers import BlockfpConfig, save_in_layout, stream_in_layout
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 

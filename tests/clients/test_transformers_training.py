@@ -11,11 +11,11 @@ import gloo
 import pytest
 import torch
 import torch.distributed as dist
-from blockfp.torch_backend.integrations.transformers import BlockfpConfig, save_in_layout
 from hf_models import family, is_quantized
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import blockfp.torch as bfp
+from blockfp.integrations.transformers import BlockfpConfig, save_in_layout
 
 # transformers' and accelerate's, of their own.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -132,8 +132,9 @@ def test_frozen_codes_beside_adapters(tmp_path):
 
 
 def test_adapters_on_the_experts_of_a_gpt_oss_release(tmp_path):
-    from blockfp.torch_backend.integrations.peft import register
     from peft import LoraConfig, get_peft_model
+
+    from blockfp.integrations.peft import register
 
     family("GptOss").save_pretrained(tmp_path / "plain")
     config = BlockfpConfig("mxfp4", modules_to_not_convert=["self_attn", "lm_head"])

@@ -19,10 +19,11 @@ import blockfp.torch as bfp
 pytest.importorskip("trl")
 
 import trl
-from blockfp.torch_backend.integrations.peft import register
-from blockfp.torch_backend.integrations.transformers import BlockfpConfig
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+
+from blockfp.integrations.peft import register
+from blockfp.integrations.transformers import BlockfpConfig
 
 # What these packages warn of themselves; never of codes.
 pytestmark = pytest.mark.filterwarnings("ignore", "error:.*(blockfp|quantized)")

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from blockfp.torch_backend.integrations.peft import register
-from blockfp.torch_backend.integrations.transformers import save_in_layout, stream_in_layout
 from hf_models import family
 from peft import IA3Config, LoHaConfig, LoraConfig, OFTConfig, PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file
@@ -11,6 +9,8 @@ from typer.testing import CliRunner
 
 import blockfp.torch as bfp
 from blockfp import cli
+from blockfp.integrations.peft import register
+from blockfp.integrations.transformers import save_in_layout, stream_in_layout
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 

@@ -18,13 +18,13 @@ CORE = (
     {"files"},
     {"blockfp", "check"},
     {"jax_backend", "torch_backend"},
-    {"jax", "torch", "experimental", "commands"},
+    {"jax", "torch", "experimental", "integrations", "commands"},
     {"cli"},
     {"__main__"},
 )
 """The rooms of the core, from the bottom up; those of one floor don't know each other. `blockfp` is `__init__.py`."""
 
-JAX = ("implementations", "arrays", "params", "linear", "files", "check", "integrations")
+JAX = ("implementations", "arrays", "params", "linear", "files", "check")
 TORCH = (
     "torch_internals",
     "custom_ops",
@@ -37,7 +37,6 @@ TORCH = (
     "optimizer",
     "check",
     "checkpoint",
-    "integrations",
 )
 """The rooms of the backends, from the bottom up."""
 
@@ -178,7 +177,7 @@ def test_the_architecture_shows_the_rooms_in_their_order(house, prefix, heading)
         there = {
             name: files
             for name, files in there.items()
-            if floor(name, CORE) < floor("jax_backend", CORE) or name in ("commands", "cli", "__main__")
+            if floor(name, CORE) < floor("jax_backend", CORE) or name in ("integrations", "commands", "cli", "__main__")
         }
         assert not {f"{name}/{file}" for name, files in there.items() for file in files - shown.get(name, set())}
     assert set(shown) == set(there)

@@ -10,7 +10,7 @@ if torch.cuda.is_available():
     import torch.nn.functional as F
     from blockfp.torch_backend.custom_ops import norm_kernels
     from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
-    from blockfp.torch_backend.modules import fused_sequential, layernorm_linear, multihead_attention
+    from blockfp.torch_backend.modules import fusing, layernorm_linear, multihead_attention
     from same_tensors import assert_same
 
     import blockfp.torch as bfp
@@ -261,7 +261,7 @@ def test_models_that_convert_knows(name, monkeypatch):
             torch.nn.RMSNorm(256, eps=EPS), torch.nn.Linear(256, 512), torch.nn.SiLU(), torch.nn.Linear(512, 256)
         )
         model = bfp.convert(plain.to("cuda", torch.bfloat16), name)
-        product = fused_sequential.fused_norm_product
+        product = fusing.fused_norm_product
 
         def counted(*arguments, product=product):
             y = product(*arguments)
@@ -269,7 +269,7 @@ def test_models_that_convert_knows(name, monkeypatch):
             return y
 
         with monkeypatch.context() as patch:
-            patch.setattr(fused_sequential, "fused_norm_product", counted if fused else lambda *_: None)
+            patch.setattr(fusing, "fused_norm_product", counted if fused else lambda *_: None)
             x = tensors((512, 256), "bfloat16")[0].view(2, 256, 256).requires_grad_()
             y = model(x)
             y.backward(tensors((512, 256), "bfloat16", 3)[0].view(2, 256, 256))

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 pytest.importorskip("peft")
-from blockfp.torch_backend.integrations.peft import merged, register
 from peft import LoraConfig, get_peft_model
 from transformers import GptOssConfig, GptOssForCausalLM
 
 import blockfp.torch as bfp
+from blockfp.integrations.peft import merged, register
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

@@ -4,10 +4,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
-from blockfp.torch_backend.integrations.transformers import BlockfpConfig, save_in_layout  # noqa: E402
 from hf_models import TOKENS, family, is_quantized, load  # noqa: E402
 
 import blockfp.torch as bfp  # noqa: E402
+from blockfp.integrations.transformers import BlockfpConfig, save_in_layout  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -1,7 +1,6 @@
 """Small models of transformers with PEFT's adapters by `integrations.peft`, and the same in float64."""
 
 import torch
-from blockfp.torch_backend.integrations.peft import register
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import (
@@ -14,6 +13,7 @@ from transformers import (
 )
 
 import blockfp.torch as bfp
+from blockfp.integrations.peft import register
 
 TOKENS = torch.randint(0, 96, (2, 16), generator=torch.Generator().manual_seed(3))
 

@@ -43,10 +43,21 @@ class Scaled(nn.Linear):
     pass
 
 
+ROWS = {
+    MLP: bfp.MLPParts(gate="gate_proj", up="up_proj", down="down_proj", activation="act_fn"),
+    Titan: bfp.MLPParts(gate="w1", up="w3", down="w2", activation="silu"),
+}
+
+
+def converted(model):
+    there = {cls: row for cls, row in ROWS.items() if any(isinstance(module, cls) for module in model.modules())}
+    return bfp.convert(model, "mxfp8", fuse=there)
+
+
 @pytest.mark.parametrize("cls", [MLP, Derived])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_an_mlps(cls, compiled, monkeypatch):
-    model = bfp.convert(nn.Sequential(cls(), cls()), "mxfp8")
+    model = converted(nn.Sequential(cls(), cls()))
     run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
     before = run(X)
     monkeypatch.setattr(MLP, "forward", lambda self, x, factor=2.0: factor * self.down_proj(self.up_proj(x)))
@@ -61,7 +72,7 @@ def test_an_mlps(cls, compiled, monkeypatch):
 
 
 def test_an_mlp_takes_its_arguments_by_their_names():
-    model = bfp.convert(MLP(), "mxfp8")
+    model = converted(MLP())
     assert torch.equal(model(x=X), model(X))
     with pytest.raises(TypeError, match="positional arguments"):
         model(X, X)
@@ -92,7 +103,7 @@ def test_a_linear_layers(monkeypatch):
     ],
 )
 def test_an_activations_and_a_quantized_layers(cls, make, monkeypatch):
-    model = bfp.convert(make(), "mxfp8")
+    model = converted(make())
     forward = cls.forward
     called = []
     monkeypatch.setattr(cls, "forward", lambda self, x: (called.append(self), forward(self, x) + 1)[1])
@@ -110,7 +121,7 @@ def test_an_activations_and_a_quantized_layers(cls, make, monkeypatch):
     ("name", "make"), [("silu", Titan), ("silu", MLP), ("gelu", lambda: nn.Sequential(nn.GELU(), nn.Linear(64, 64)))]
 )
 def test_a_functions(name, make, monkeypatch):
-    model = bfp.convert(make(), "mxfp8")
+    model = converted(make())
     before, function = model(X), getattr(F, name)
     monkeypatch.setattr(F, name, lambda x, *args, **options: function(x, *args, **options) * 0)
     assert not torch.equal(model(X), before)

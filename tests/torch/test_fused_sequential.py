@@ -8,9 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from blockfp.torch_backend.modules import convert as convert_module  # noqa: E402
-from blockfp.torch_backend.modules import fused_sequential  # noqa: E402
-from blockfp.torch_backend.modules.fused_sequential import FusedSequential  # noqa: E402
+from blockfp.torch_backend.modules import fusing  # noqa: E402
+from blockfp.torch_backend.modules.fusing import FusedSequential  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
@@ -23,7 +22,7 @@ def model(recipe="mxfp8", activation=nn.GELU, fused=True, **options):
     made = made.to(torch.bfloat16)
     if fused:
         return bfp.convert(made, recipe, **options)
-    with mock.patch.object(convert_module, "sequentials", return_value=()):
+    with mock.patch.object(fusing, "sequentials", return_value=()):
         return bfp.convert(made, recipe, **options)
 
 
@@ -66,13 +65,13 @@ def test_bits(recipe, activation):
 def test_pairs_are_taken_at_once(monkeypatch):
     """The norm is asked about, and runs on a CPU; the activation doesn't run."""
     made, asked = model(), []
-    monkeypatch.setattr(fused_sequential, "fused_norm_product", lambda norm, layer, x: asked.append((norm, layer)))
+    monkeypatch.setattr(fusing, "fused_norm_product", lambda norm, layer, x: asked.append((norm, layer)))
     with Operations() as seen:
         made(torch.randn(32, 64, dtype=torch.bfloat16))
     assert asked == [(made[0], made[1])]
     assert any("rsqrt" in name for name in seen.names)
     assert not any("gelu" in name for name in seen.names)
-    monkeypatch.setattr(fused_sequential, "fused_norm_product", lambda norm, layer, x: layer(norm(x)) * 0 + 3)
+    monkeypatch.setattr(fusing, "fused_norm_product", lambda norm, layer, x: layer(norm(x)) * 0 + 3)
     assert torch.equal(made[:2](torch.randn(32, 64, dtype=torch.bfloat16)), torch.full((32, 96), 3.0, dtype=torch.bfloat16))
 
 

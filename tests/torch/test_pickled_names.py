@@ -24,9 +24,16 @@ def sequential():
     return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
 
 
-@pytest.mark.parametrize("made", [sequential, LlamaMLP])
-def test_pickles_of_a_converted_model_name_public_modules(made):
-    model = bfp.convert(made(), "nvfp4")
+MLP = bfp.MLPParts(gate="gate_proj", up="up_proj", down="down_proj", activation="act_fn")
+
+
+@pytest.mark.parametrize(
+    ("made", "fuse"),
+    [(sequential, None), (LlamaMLP, {LlamaMLP: MLP}), (LlamaMLP, {LlamaMLP: bfp.SharedInput("gate_proj", "up_proj")})],
+)
+def test_pickles_of_a_converted_model_name_public_modules(made, fuse):
+    model = bfp.convert(made(), "nvfp4", fuse=fuse)
+    assert type(model) is not made or fuse is None
     data = pickle.dumps(model)
     assert b"blockfp.torch" in data
     assert b"torch_backend" not in data

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from arrays import values
-from blockfp.torch_backend.modules import shared_inputs
+from blockfp.torch_backend.modules import known_classes
 from blockfp.torch_backend.modules.shared_inputs import SharesInput, sharing
 from counted_casts import casts_of
 from torch import nn
@@ -31,7 +31,8 @@ OTHER = values((4, 64), 1)
 @pytest.fixture(autouse=True)
 def known(monkeypatch):
     """The classes of this file are those of a library that is known."""
-    monkeypatch.setitem(shared_inputs.READERS, __name__, (("q", "k", "v"),))
+    mlp = bfp.MLPParts(gate="gate_proj", up="up_proj", down="down_proj", activation="act_fn")
+    monkeypatch.setitem(known_classes.KNOWN, __name__, (bfp.SharedInput("q", "k", "v"), mlp))
 
 
 # ---- a user's own module, between whose layers anything may stand
@@ -367,7 +368,7 @@ def test_what_is_not_converted_or_not_known_keeps_its_class(monkeypatch):
     assert type(model) is Attention
     # The rest of it later.
     assert isinstance(bfp.convert(model, "mxfp8"), SharesInput)
-    monkeypatch.delitem(shared_inputs.READERS, __name__)
+    monkeypatch.delitem(known_classes.KNOWN, __name__)
     assert type(Attention()) is Attention
 
 

@@ -14,6 +14,7 @@ from blockfp.errors import BadCheckpoint
 from blockfp.files.names import GROUPS, LAYER_BUFFERS, MODEL, OPTIMIZER, STATE
 
 from ..modules import model_names
+from ..optimizer.adamw import Adam, AdamW
 from ..optimizer.state_dicts import unsupported_setting
 from ..quantized_tensor.agreement import kind_of, recipe_of, settings_of
 
@@ -115,7 +116,8 @@ def match_optimizer(
     for name in settings:
         group, setting = groups.get(name.split(".")[1], {}), name.split(".", 2)[2]
         value = plain.get(f"{OPTIMIZER}.{name}")
-        if unsupported_setting(optimizer, {setting: value}):
+        ours = isinstance(optimizer, AdamW | Adam)
+        if ours and unsupported_setting({setting: value}, decoupled=isinstance(optimizer, AdamW)):
             raise BadCheckpoint(f"{checkpoint} has {OPTIMIZER}.{name}={value}, which {type(optimizer).__name__} doesn't have")
         if setting != "param_names" and "." not in setting:
             group.setdefault(setting, empty(there[name]))

@@ -208,7 +208,7 @@ def _found(model: nn.Module, apart: Apart | None) -> _Found:
                 if apart is None:
                     raise ValueError(
                         f"{name} {list(weight.shape)} lies as [experts, in, out], and servers read [experts, out, in]: "
-                        "blockfp.torch_backend.integrations.transformers.stream_in_layout sends it so"
+                        "blockfp.integrations.transformers.stream_in_layout sends it so"
                     )
                 weight = turned(weight)
             made = {name: weight} if apart is None else split_weight(weight, apart)

@@ -12,11 +12,9 @@ from blockfp import patterns, recipes
 from blockfp.recipes import ByPath, Compute, Recipe
 
 from ..quantized_tensor.tensor import QuantizedTensor
-from ..weights.held_parameters import become_tensor
+from ..weights.held_parameters import become, become_tensor
 from .experts import Experts
-from .fused_sequential import FusedSequential, sequentials
-from .gated_mlp import fused_class
-from .in_place import become
+from .fusing import Fuse, fused_classes
 from .kinds import (
     Kind,
     adapter_layers,
@@ -29,7 +27,6 @@ from .kinds import (
 )
 from .model_names import named_modules
 from .quantized_layer import QuantizedLayer, Weights
-from .shared_inputs import sharing_class
 from .summary import Summary, summary, tied_elsewhere
 
 Made = QuantizedLayer | Experts
@@ -50,6 +47,7 @@ def convert(
     weights: Weights = "quantized",
     compute: Compute = "quantized",
     keep_init: bool = True,
+    fuse: Fuse | None = None,
 ) -> nn.Module:
     """Makes every `torch.nn.Linear` of a model a `Linear` with its values, where it stands.
 
@@ -63,12 +61,12 @@ def convert(
     names and shapes, each expert's rows are a tensor of their own as in `GroupedLinear`, and the module's forward multiplies
     by groups, whatever `config._experts_implementation` says.
 
-    MLPs whose forward is known exactly (transformers' LlamaMLP and those written like it, Phi3MLP, torchtitan's FeedForward,
-    and one activation between two layers) get a class derived from theirs, too: what the activation makes, silu or gelu, is
-    quantized as it is made. So does `torch.nn.Sequential` where such a layer follows an activation, or torch's RMSNorm, whose
-    output is quantized as it is made on a GPU. No bit changes, and where somebody looks (hooks, adapters in the layer's place)
-    it is made as before. Attention of transformers and torchtitan, whose query, key and value layers read one tensor, gets a
-    derived class that casts it once.
+    MLPs of transformers and torchtitan with silu or gelu (LlamaMLP and those like it, Phi3MLP, FeedForward, one activation
+    between two layers) get a class derived from theirs, too: what the activation makes is quantized as it is made. So does
+    `torch.nn.Sequential` where such a layer follows an activation, or torch's RMSNorm, whose output is quantized as it is made
+    on a GPU. Attention of these libraries, whose query, key and value layers read one tensor, gets a derived class that casts
+    it once. `fuse` says the same of your own classes. No bit changes, and where somebody looks (hooks, adapters in the layer's
+    place) all is made as before.
 
     A layer whose weight another module has too (a head that is tied to an embedding) is left as it is, with a warning, where
     there is no filter_fn. So are all that multiplies in other ways, with a warning where that is more than a tenth of the
@@ -90,20 +88,24 @@ def convert(
         filter_fn: called with path and layer, or with layer and path where its parameters' names say so, as torchao's
             `(module, fqn)`; False leaves the layer as it is.
         weights, compute, keep_init: see `Linear`.
+        fuse: what classes of your own compute, by class or by its qualified name ("package.module.Class"): an `MLPParts` or a
+            `SharedInput`. It holds for modules with that class's forward, whose layers are converted.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: model is not a module; filter_fn is no function, or it takes every layer by path and layer and would leave
-            some by layer and path, and its parameters' names don't say which it means.
+        TypeError: model is not a module; fuse is no such mapping; filter_fn is no function, or it takes every layer by path
+            and layer and would leave some by layer and path, and its parameters' names don't say which it means.
         ValueError: there is nothing to convert, a mapping's pattern is found in no layer that could be converted, the weight of
             a layer that filter_fn chose is shared with a module that is not converted, a layer would lose something
             (parametrizations, weight norm, pruning, hooks of its weight, methods that were put into it), or the model is
-            sharded already, or its weights are held by a wrapper or a result of it. The model is as it was then.
+            sharded already, or its weights are held by a wrapper or a result of it; a class in fuse isn't in the model, or does
+            something else than is said of it. The model is as it was then.
 
     Example:
         >>> convert(model, "mxfp8", filter_fn=lambda path, layer: path != "head")
+        >>> convert(model, "mxfp8", fuse={MyMLP: MLPParts(gate="w1", up="w3", down="w2", activation="silu")})
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -124,12 +126,8 @@ def convert(
     for layer, one in chosen.items():
         check_layer(one.path, layer, one.kind)
     made = _made(chosen, weights, compute, keep_init)
-    fused: dict[nn.Module, type[nn.Module]] = {
-        mlp: cls for mlp in model.modules() if (cls := fused_class(mlp)) is not None and mlp._modules[cls.parts.down] in made
-    }
-    fused |= dict.fromkeys(sequentials(model, made), FusedSequential)
+    fused = fused_classes(model, made, fuse)
     _commit(made)
-    fused |= {module: cls for module in model.modules() if (cls := sharing_class(module)) is not None}
     for module, cls in fused.items():
         become(module, cls)
     _leave_fast_paths(model)

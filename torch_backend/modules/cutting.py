@@ -29,9 +29,8 @@ from ..quantized_tensor.tensor import QuantizedTensor
 from ..sharded.shard import TensorParallelShard
 from ..weights import state_dict
 from ..weights.cast_weight import CastWeight
-from ..weights.held_parameters import check_free, retire
+from ..weights.held_parameters import become, check_free, retire
 from .experts import Experts
-from .in_place import become
 from .quantized_layer import QuantizedLayer
 from .shared_norms import SHARED_NORMS, SharedNorm
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +11,9 @@ from ..experts.dispatch import combine
 from ..linear.activation_function import activation
 from ..linear.gated_function import Gating
 from .experts import Experts
+from .forwards import module_of
 from .gated_mlp import activation_of
+from .known_classes import TITAN_EXPERTS, TRANSFORMERS_MOE, base_named
 
 
 class TransformersExperts(Experts):
@@ -33,9 +34,8 @@ class TransformersExperts(Experts):
 
     @classmethod
     def knows(cls, other: type[nn.Module]) -> bool:
-        library: Any = sys.modules.get("transformers.integrations.moe")
         # The decorator's wrapper: a class that was not decorated, or that has another forward, computes something else.
-        return library is not None and getattr(other.forward, "__globals__", None) is vars(library)
+        return module_of(other.forward) == TRANSFORMERS_MOE
 
     @classmethod
     def found_in(cls, module: nn.Module) -> tuple[dict[str, str | None], bool] | None:
@@ -90,11 +90,11 @@ class TransformersExperts(Experts):
 
     def _activated(self, y: Tensor) -> Tensor:
         """Runs the activation between the two products, on [rows, gate and up] or [rows, up]."""
-        library: Any = sys.modules["transformers.integrations.moe"]
+        gate: Any = type(self)._apply_gate
         name = activation_of(self.act_fn) if isinstance(getattr(self, "act_fn", None), nn.Module) else None
         if name is not None and not self.has_gate:
             return activation(y, None, Gating(name, "apart"))
-        if name is not None and type(self)._apply_gate is getattr(library, "_default_apply_gate", None):
+        if name is not None and (module_of(gate), gate.__name__) == (TRANSFORMERS_MOE, "_default_apply_gate"):
             return activation(y, None, Gating(name, "halves"))
         return self._apply_gate(y) if self.has_gate else self.act_fn(y)
 
@@ -107,8 +107,8 @@ class TitanExperts(Experts):
 
     @classmethod
     def knows(cls, other: Any) -> bool:
-        theirs: Any = getattr(sys.modules.get("torchtitan.models.common.moe"), "GroupedExperts", None)
-        if theirs is None or not issubclass(other, theirs):
+        theirs: Any = base_named(other, TITAN_EXPERTS)
+        if theirs is None:
             return False
         # Their seam for other products: one that is taken is somebody else's.
         return other.forward is theirs.forward and other._grouped_mm is theirs._grouped_mm

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from typing import Any
 
 import torch.nn.functional as F
@@ -18,12 +17,13 @@ def forward_of(cls: type[nn.Module]) -> Any:
     """
     forward: Any = cls.forward
     library = cls.__module__.partition(".")[0]
+    own = inspect.unwrap(forward, stop=lambda function: module_of(function).partition(".")[0] != library)
+    return forward if module_of(own) == cls.__module__ else None
 
-    def foreign(function: Any) -> bool:
-        return getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0] != library
 
-    own = inspect.unwrap(forward, stop=foreign)
-    return forward if getattr(own, "__globals__", None) is vars(sys.modules[cls.__module__]) else None
+def module_of(function: Any) -> str:
+    """Returns the name of the module whose file a function stands in, which wrappers don't take over as they do its name."""
+    return getattr(function, "__globals__", {}).get("__name__", "")
 
 
 LINEAR, SEQUENTIAL, RMS_NORM = forward_of(nn.Linear), forward_of(nn.Sequential), forward_of(nn.RMSNorm)

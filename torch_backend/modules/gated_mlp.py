@@ -1,21 +1,18 @@
 """MLPs of other libraries, whose activation and cast `convert` makes one operation.
 
-An MLP is known by what its `forward` does, not by its name: its bytecode is that of one of the functions below, whatever its
-layers are called. So LlamaMLP and all that are written like it (Qwen, Mistral, Gemma, ..), Phi3MLP, torchtitan's FeedForward,
-and those with one activation between two layers are taken; a forward that differs in one instruction stays as it is.
+A row of `known_classes` names an MLP's parts, and its forward is called once on stand-ins, which note what it computes of
+them: an MLP that does anything else stays as it is. Nobody's module is run, and none needs values.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable
-from types import CodeType, FunctionType
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Container
+from types import FunctionType
+from typing import Any, ClassVar, NamedTuple, get_args
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from blockfp.kernels.once import once
 
@@ -24,109 +21,56 @@ from ..linear.gated_function import Gating
 from .derived import Derived, derive
 from .forwards import FUNCTIONS, GELU, SILU, watched
 from .gated_product import fused_product
+from .known_classes import DoesNotFit, MLPParts, check_own_forward
 from .shared_inputs import sharing
 
-
-def _llama(self, x):
-    down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-    return down_proj
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
 
-def _llama_at_once(self, x):
-    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+class _Value:
+    """An expression of an MLP's input, made by the steps that MLPs have. All else that is done with it raises."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+    def __mul__(self, other: Any) -> _Value:
+        if not isinstance(other, _Value):
+            return NotImplemented
+        # A product has the same bits either way.
+        return _Value(" * ".join(sorted((self.text, other.text))))
+
+    def chunk(self, chunks: int, dim: int = 0) -> list[_Value]:
+        if (chunks, dim) != (2, -1):
+            raise DoesNotFit(f"its forward calls chunk({chunks}, dim={dim})")
+        return [_Value(f"{self.text}.chunk(2, dim=-1)[{half}]") for half in range(2)]
+
+    def __getattr__(self, name: str) -> Any:
+        raise DoesNotFit(f"its forward asks for {self.text}.{name}")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> _Value:
+        options = {name: value for name, value in (kwargs or {}).items() if (name, value) != ("inplace", False)}
+        for name, function, wanted in (
+            ("silu", F.silu, {}),
+            ("gelu", F.gelu, {}),
+            ("gelu_tanh", F.gelu, {"approximate": "tanh"}),
+        ):
+            if func is function and options == wanted and len(args) == 1:
+                return _Value(f"F.{name}({args[0].text})")
+        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        raise DoesNotFit(f"its forward calls {getattr(func, '__name__', func)}({given})")
 
 
-def _torchtitan(self, x):
-    return self.w2(F.silu(self.w1(x)) * self.w3(x))
+class _Layers:
+    """Stands in for an MLP: its layers note that they are called. All else that is asked of it raises."""
 
+    def __init__(self, names: Container[str | None], training: bool):
+        self._names, self.training = names, training
 
-def _plain(self, x):
-    return self.down(F.gelu(self.up(x)))
-
-
-def _plain_tanh(self, x):
-    return self.down(F.gelu(self.up(x), approximate="tanh"))
-
-
-def _plain_module(self, x):
-    return self.down(self.act(self.up(x)))
-
-
-def _plain_by_nn(self, x):
-    return self.down(nn.functional.gelu(self.up(x)))
-
-
-def _plain_tanh_by_nn(self, x):
-    return self.down(nn.functional.gelu(self.up(x), approximate="tanh"))
-
-
-def _phi3(self, hidden_states):
-    up_states = self.gate_up_proj(hidden_states)
-
-    gate, up_states = up_states.chunk(2, dim=-1)
-    up_states = up_states * self.activation_fn(gate)
-
-    return self.down_proj(up_states)
-
-
-def _siglip(self, hidden_states):
-    hidden_states = self.fc1(hidden_states)
-    hidden_states = self.activation_fn(hidden_states)
-    hidden_states = self.fc2(hidden_states)
-    return hidden_states
-
-
-class _Roles(NamedTuple):
-    """The roles of the names in a forward, as places among them; None for a role that it hasn't.
-
-    Attributes:
-        down: the layer behind the activation.
-        gate: the layer before it; of both halves, where there is no up.
-        up: the layer that makes what is multiplied with, or None.
-        act: the activation's module, or the name of the function that stands there.
-        halves: whether gate and up come from one layer.
-        fixed: further names, which must be these, by their places. F and nn must be torch's.
-    """
-
-    down: int
-    gate: int
-    up: int | None
-    act: int | Activation
-    halves: bool = False
-    fixed: dict[int, str] = {}  # noqa: RUF012
-
-
-_FORWARDS: dict[Callable[..., Any], _Roles] = {
-    _llama: _Roles(0, 2, 3, 1),
-    _llama_at_once: _Roles(0, 2, 3, 1),
-    _torchtitan: _Roles(0, 3, 4, "silu", fixed={1: "F", 2: "silu"}),
-    _phi3: _Roles(3, 0, None, 2, halves=True, fixed={1: "chunk"}),
-    _siglip: _Roles(2, 0, None, 1),
-    _plain_module: _Roles(0, 2, None, 1),
-    _plain: _Roles(0, 3, None, "gelu", fixed={1: "F", 2: "gelu"}),
-    _plain_tanh: _Roles(0, 3, None, "gelu_tanh", fixed={1: "F", 2: "gelu"}),
-    _plain_by_nn: _Roles(0, 4, None, "gelu", fixed={1: "nn", 2: "functional", 3: "gelu"}),
-    _plain_tanh_by_nn: _Roles(0, 4, None, "gelu_tanh", fixed={1: "nn", 2: "functional", 3: "gelu"}),
-}
-
-_GLOBALS = {"F": F, "nn": nn}
-
-
-_KINDS = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-"""Flags of a function that say how it is called; others are of the file that it stands in."""
-
-
-def _instructions(code: CodeType) -> tuple[Any, ...]:
-    """All that a function does, but for the names it uses, its docstring and the lines it stands on."""
-    return (
-        *(code.co_code, code.co_consts[1:], code.co_argcount, code.co_kwonlyargcount, code.co_flags & _KINDS),
-        *(code.co_freevars, code.co_cellvars, code.co_exceptiontable, len(code.co_names)),
-    )
-
-
-_KNOWN = {
-    _instructions(function.__code__): roles for function, roles in _FORWARDS.items() if isinstance(function, FunctionType)
-}
+    def __getattr__(self, name: str) -> Callable[[_Value], _Value]:
+        if name not in self._names:
+            raise DoesNotFit(f"its forward asks for self.{name}")
+        return lambda x: _Value(f"{name}({x.text})")
 
 
 _TRANSFORMERS = "transformers.activations"
@@ -136,7 +80,11 @@ class Parts(NamedTuple):
     """The names of an MLP's modules; None for one that it hasn't.
 
     Attributes:
-        down, gate, up, act, halves: as of `_Roles`.
+        down: the layer behind the activation.
+        gate: the layer before it; of both halves, where there is no up.
+        up: the layer that makes what is multiplied with, or None.
+        act: the activation's module, or None.
+        halves: whether gate and up come from one layer.
         function: the activation, where it is no module.
     """
 
@@ -147,23 +95,57 @@ class Parts(NamedTuple):
     halves: bool
     function: Activation | None = None
 
+    @property
+    def formula(self) -> str:
+        """What the forward returns of "x"."""
+        first, up = _Value(f"{self.gate}(x)"), None if self.up is None else _Value(f"{self.up}(x)")
+        if self.halves:
+            first, up = first.chunk(2, -1)
+        made = _Value(f"{self.act or f'F.{self.function}'}({first.text})")
+        return f"{self.down}({(made if up is None else made * up).text})"
 
-def parts_of(cls: type[nn.Module]) -> Parts | None:
-    """Returns the names of the parts of MLPs of this class; None of other modules."""
-    forward = cls.forward
-    if not isinstance(forward, FunctionType) or forward.__defaults__ or hasattr(forward, "__wrapped__"):
-        return None
-    roles = _KNOWN.get(_instructions(forward.__code__))
-    names = forward.__code__.co_names
-    if roles is None or any(names[place] != name for place, name in roles.fixed.items()):
-        return None
-    if any(forward.__globals__.get(name) is not _GLOBALS[name] for name in roles.fixed.values() if name in _GLOBALS):
-        return None
-    up = None if roles.up is None else names[roles.up]
-    act, function = (names[roles.act], None) if isinstance(roles.act, int) else (None, roles.act)
-    found = Parts(names[roles.down], names[roles.gate], up, act, roles.halves, function)
-    # Their names as modules: each is one, and none is the MLP's own method.
-    return found if all(name is None or not hasattr(cls, name) for name in found[:4]) else None
+
+def parts_of(mlp: nn.Module, row: MLPParts) -> Parts:
+    """Returns the parts that a row names of an MLP.
+
+    Raises:
+        DoesNotFit: it has no such parts, or its forward does something else with them.
+    """
+    halves = row.gate == row.up
+    up = None if halves or row.gate is None else row.up
+    act = row.activation if row.activation in mlp._modules else None
+    function: Any = row.activation if act is None else None
+    names = [name for name in (row.down, row.gate or row.up, up, act) if name is not None]
+    for name in names:
+        if not isinstance(mlp._modules.get(name), nn.Module) or hasattr(type(mlp), name):
+            raise DoesNotFit(f"it has no module {name!r}")
+    if act is None and function not in ACTIVATIONS:
+        raise DoesNotFit(f"activation {function!r} is neither a module of it nor one of {', '.join(ACTIVATIONS)}")
+    if act is not None and activation_of(mlp.get_submodule(act)) is None:
+        known = "torch.nn.SiLU and GELU and transformers' are, without hooks and with their own forward"
+        raise DoesNotFit(f"{act}, {mlp._modules[act]}, isn't known to compute {', '.join(ACTIVATIONS)} ({known})")
+    parts = Parts(row.down, row.gate or row.up, up, act, halves, function)
+    reason = why_not(type(mlp).forward, parts)
+    if reason is not None:
+        raise DoesNotFit(reason)
+    return parts
+
+
+@once
+def why_not(forward: Any, parts: Parts) -> str | None:
+    """Returns in which way the forward of a class isn't `parts.formula`; None where it is, in training and in evaluation."""
+    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
+        return "its forward is wrapped by another function"
+    for training in (True, False):
+        try:
+            y = forward(_Layers(parts[:4], training), _Value("x"))
+        except DoesNotFit as error:
+            return str(error)
+        except Exception as error:
+            return f"its forward does more than call these ({type(error).__name__}: {error})"
+        if not isinstance(y, _Value) or y.text != parts.formula:
+            return f"its forward returns {y.text if isinstance(y, _Value) else y}, not {parts.formula}"
+    return None
 
 
 def activation_of(module: nn.Module) -> Activation | None:
@@ -193,18 +175,14 @@ def activation_of(module: nn.Module) -> Activation | None:
     return "gelu_tanh" if tanh else None
 
 
-def fused_class(mlp: nn.Module) -> type[FusedMLP] | None:
-    """Returns the class that an MLP is to become; None for what is no such MLP, or has a forward put into it."""
-    cls = type(mlp)
-    if issubclass(cls, FusedMLP) or "forward" in vars(mlp) or parametrize.is_parametrized(mlp):
-        return None
-    parts = parts_of(cls)
-    if parts is None or not all(name is None or isinstance(mlp._modules.get(name), nn.Module) for name in parts[:4]):
-        return None
-    act = None if parts.act is None else mlp._modules[parts.act]
-    if act is not None and activation_of(act) is None:
-        return None
-    return _derived(cls)
+def fused_class(mlp: nn.Module, row: MLPParts) -> type[FusedMLP]:
+    """Returns the class that an MLP is to become.
+
+    Raises:
+        DoesNotFit: the row isn't true of it.
+    """
+    check_own_forward(mlp)
+    return _derived(type(mlp), parts_of(mlp, row))
 
 
 class FusedMLP(Derived, nn.Module):
@@ -239,11 +217,11 @@ class FusedMLP(Derived, nn.Module):
 
 
 @once
-def _derived(cls: type[nn.Module]) -> type[FusedMLP]:
-    members = {"known": staticmethod(cls.forward), "parts": parts_of(cls), "rebuild": staticmethod(_rebuild_mlp)}
-    return derive(cls, "Fused", (FusedMLP,), **members)
+def _derived(cls: type[nn.Module], parts: Parts) -> type[FusedMLP]:
+    members = {"known": staticmethod(cls.forward), "parts": parts, "rebuild": staticmethod(_rebuild_mlp)}
+    return derive(cls, "Fused", (FusedMLP,), **members, rebuilt_from=(cls, *parts))
 
 
-def _rebuild_mlp(cls: type[nn.Module]) -> nn.Module:
-    made: Any = cls if parts_of(cls) is None else _derived(cls)
+def _rebuild_mlp(cls: type[nn.Module], *parts: Any) -> nn.Module:
+    made: Any = cls if why_not(cls.forward, Parts(*parts)) else _derived(cls, Parts(*parts))
     return made.__new__(made)

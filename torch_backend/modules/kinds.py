@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from functools import cache
 from typing import Any
 
@@ -19,6 +18,7 @@ from .derived import Derived, derive
 from .experts import OWN, PRODUCT, Experts
 from .experts_kinds import KINDS, experts_kind
 from .forwards import LINEAR, forward_of
+from .known_classes import CONV1D, PEFT_LAYER, TITAN_ROUTER, base_named
 from .linear import Linear
 from .quantized_layer import QuantizedLayer
 from .transposed_linear import TransposedLinear
@@ -43,16 +43,15 @@ def base_kind(layer: nn.Module) -> Kind | None:
         return None
     if isinstance(layer, nn.Linear) and type(layer).forward is LINEAR:
         return Linear
-    conv1d: Any = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
-    if conv1d is not None and isinstance(layer, conv1d) and type(layer).forward is forward_of(conv1d):
+    conv1d: Any = base_named(type(layer), CONV1D)
+    if conv1d is not None and type(layer).forward is forward_of(conv1d):
         return TransposedLinear
     return experts_kind(layer)
 
 
 def adapter_layers(model: nn.Module) -> set[nn.Module]:
     """Returns the layers of PEFT's adapters in a model, which are trained beside the weights that are quantized."""
-    tuner_layer: Any = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", ())
-    adapted: list[Any] = [module for module in model.modules() if isinstance(module, tuner_layer)]
+    adapted: list[Any] = [module for module in model.modules() if base_named(type(module), PEFT_LAYER)]
     held = (vars(module)["_modules"].get(name) for module in adapted for name in module.adapter_layer_names)
     return {layer for adapters in held if adapters is not None for layer in adapters.modules()}
 
@@ -72,11 +71,10 @@ def router_modules(model: nn.Module) -> set[nn.Module]:
             named.add(getattr(cls, "__name__", ""))
     # A few declare the whole block, which returns the logits too.
     named = {name for name in named if name.endswith(ROUTERS)}
-    theirs: Any = getattr(sys.modules.get("torchtitan.models.common.moe"), "TokenChoiceTopKRouter", ())
     routers = [
         module
         for module in model.modules()
-        if isinstance(module, theirs) or any(cls.__name__ in named for cls in type(module).__mro__)
+        if base_named(type(module), TITAN_ROUTER) or any(cls.__name__ in named for cls in type(module).__mro__)
     ]
     return {module for router in routers for module in router.modules()}
 

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 from blockfp.kernels.once import once
 
@@ -16,13 +15,8 @@ from ..custom_ops.shared_casts import SharedCasts
 from .derived import Derived, derive
 from .forwards import LINEAR, forward_of, watched
 from .gated_product import QUANTIZED
+from .known_classes import DoesNotFit, SharedInput, check_own_forward
 from .quantized_layer import QuantizedLayer
-
-READERS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "transformers.models.": (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v")),
-    "torchtitan.models.": (("wq", "wk", "wv"),),
-}
-"""Names of layers that read one tensor, in classes of modules whose names begin so: none writes into it between two of them."""
 
 NOTHING = nullcontext()
 
@@ -53,24 +47,26 @@ class SharesInput(Derived, nn.Module):
             return forward(self, *inputs, **options)
 
 
-def sharing_class(module: nn.Module) -> type[nn.Module] | None:
-    """Returns the class that a module with converted layers is to become; None where none of them share an input."""
-    cls = type(module)
-    if issubclass(cls, SharesInput) or "forward" in vars(module) or parametrize.is_parametrized(module):
-        return None
-    for place, rows in READERS.items():
-        for readers in rows if cls.__module__.startswith(place) else ():
-            if all(isinstance(module._modules.get(name), QuantizedLayer) for name in readers):
-                return None if forward_of(cls) is None else _derived(cls, readers)
-    return None
+def sharing_class(module: nn.Module, row: SharedInput) -> type[SharesInput]:
+    """Returns the class that a module is to become whose layers share a cast.
+
+    Raises:
+        DoesNotFit: the row isn't true of it.
+    """
+    check_own_forward(module)
+    for name in row.layers:
+        if not isinstance(module._modules.get(name), nn.Module):
+            raise DoesNotFit(f"it has no module {name!r}")
+    return _derived(type(module), row.layers)
 
 
 @once
-def _derived(cls: type[nn.Module], readers: tuple[str, ...]) -> type[nn.Module]:
-    own = {"known": staticmethod(cls.forward), "readers": readers}
-    return derive(cls, "Sharing", (SharesInput,), **own, rebuild=staticmethod(_rebuild_sharing), rebuilt_from=(cls, readers))
+def _derived(cls: type[nn.Module], readers: tuple[str, ...]) -> type[SharesInput]:
+    members = {"known": staticmethod(cls.forward), "readers": readers, "rebuild": staticmethod(_rebuild_sharing)}
+    return derive(cls, "Sharing", (SharesInput,), **members, rebuilt_from=(cls, readers))
 
 
 def _rebuild_sharing(cls: type[nn.Module], readers: tuple[str, ...]) -> nn.Module:
+    # Another version of the library, or somebody else, may have put another forward there.
     made: Any = cls if forward_of(cls) is None else _derived(cls, readers)
     return made.__new__(made)

@@ -84,7 +84,7 @@ class _Adam(Optimizer):
             self._prepare()
 
     def _refuse(self, settings: dict[str, Any]) -> None:
-        if unfit := state_dicts.unsupported_setting(self, settings):
+        if unfit := state_dicts.unsupported_setting(settings, decoupled=self._decoupled):
             raise ValueError(
                 f"{unfit}: {type(self).__name__} doesn't have it; to maximize, negate the loss; Adam's weight decay is a "
                 "term of the gradient, AdamW's is none"

@@ -19,12 +19,9 @@ _OWN = ("moments", "master", "capturable", "osci_reset")
 """The settings of how state is kept, which nothing that is loaded changes."""
 
 
-def unsupported_setting(optimizer: Optimizer, settings: Mapping[str, Any]) -> str | None:
-    """Returns the first of torch's settings that AdamW or Adam doesn't have with this value, as NAME=VALUE; else None."""
-    if not getattr(optimizer, "updates_scales", False):
-        return None
-    own = {"amsgrad": False, "maximize": False, "differentiable": False}
-    own |= {"decoupled_weight_decay": getattr(optimizer, "_decoupled", False)}
+def unsupported_setting(settings: Mapping[str, Any], *, decoupled: bool) -> str | None:
+    """Returns the first of torch's settings that AdamW (decoupled) or Adam doesn't have with this value, as NAME=VALUE."""
+    own = {"amsgrad": False, "maximize": False, "differentiable": False, "decoupled_weight_decay": decoupled}
     return next((f"{name}={settings[name]}" for name, value in own.items() if bool(settings.get(name, value)) != value), None)
 
 
@@ -51,14 +48,14 @@ def show(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     state_dict["state"] = shown
 
 
-def make(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def make(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Makes the state dict that torch is to load: states made, settings complete. Nothing is changed before all of it fits."""
     ours, theirs = optimizer.param_groups, state_dict["param_groups"]
     if [len(group["params"]) for group in ours] != [len(group["params"]) for group in theirs]:
         return state_dict  # torch says what is wrong.
     groups, states = [], {}
     for own, group in zip(ours, theirs, strict=True):
-        if unfit := unsupported_setting(optimizer, group):
+        if unfit := unsupported_setting(group, decoupled=optimizer._decoupled):
             raise ValueError(f"what is loaded has {unfit}, which {type(optimizer).__name__} doesn't have")
         kept = {name: own[name] for name in _OWN}
         groups.append({**optimizer.defaults, **group, **kept})

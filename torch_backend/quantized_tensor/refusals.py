@@ -35,7 +35,7 @@ _STACKS = {aten.stack.default, aten.cat.default}
 
 CALL_THE_LAYER = "call the layer itself, or blockfp.torch.linear(x, weight, recipe=..)"
 
-_PEFT = "PEFT's LoRA: give blockfp.torch_backend.integrations.peft.register its config"
+_PEFT = "PEFT's LoRA: give blockfp.integrations.peft.register its config"
 
 READERS_OF_LAYERS = (
     "a torch module reads the weights of its layers (torch.nn.MultiheadAttention, the fused path of "

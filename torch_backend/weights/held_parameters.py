@@ -1,4 +1,4 @@
-"""Parameters that others hold, such as optimizers and wrappers: they become another tensor, or others are told of it.
+"""Parameters and modules that others hold, such as optimizers and wrappers: they become another, or others are told of it.
 
 An optimizer that holds a parameter which the model has no more trains nothing, and says nothing.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..torch_internals import holder_of
 
@@ -37,6 +37,24 @@ def become_tensor(param: Tensor, new: Tensor) -> None:
     param.grad = gradient
 
 
+def become(thing: nn.Module | Tensor, cls: type) -> None:
+    """Makes a module, or a tensor, one of another class.
+
+    It stays the same object, and so whatever refers to it goes on with the new class: its parents (under several names, in
+    lists, in attributes that are no children), hooks, what users hold. Another in its place would reach none of these. torch's
+    `fully_shard` does the same.
+
+    Args:
+        thing: any; it already has what the new class needs, or gets it next.
+        cls: a class without a constructor's work to be done.
+
+    Raises:
+        TypeError: Python can't, since the two lay their memory out in different ways.
+    """
+    changed: Any = thing
+    changed.__class__ = cls
+
+
 class ReplacedParameter(Tensor):
     """A parameter in whose place another stands now: all that is done with it raises.
 
@@ -56,5 +74,4 @@ class ReplacedParameter(Tensor):
 
 def retire(param: Tensor) -> None:
     """Makes a parameter say, whatever is done with it, that it was replaced."""
-    changed: Any = param
-    changed.__class__ = ReplacedParameter
+    become(param, ReplacedParameter)

@@ -24,8 +24,8 @@ from qwix._src.utils import flax_util
 from blockfp import recipes
 from blockfp.recipes import Recipe
 
-from ..linear.dot_general import dot_general
-from ..linear.grouped import grouped_linear
+from ..jax_backend.linear.dot_general import dot_general
+from ..jax_backend.linear.grouped import grouped_linear
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,16 +25,16 @@ from torch import Tensor, nn
 
 from blockfp.recipes import HIGH_PRECISION, Recipe
 
-from ..linear.grouped_function import ends_of
-from ..linear.linear import apply
-from ..modules.experts import Experts
-from ..modules.grouped_linear import GroupedLinear
-from ..modules.kinds import base_kind, weight_names
-from ..modules.linear import Linear
-from ..modules.transposed_linear import TransposedLinear
-from ..quantized_tensor import sharding
-from ..quantized_tensor.tensor import QuantizedTensor
-from ..weights.cast_weight import CastWeight
+from ..torch_backend.linear.grouped_function import ends_of
+from ..torch_backend.linear.linear import apply
+from ..torch_backend.modules.experts import Experts
+from ..torch_backend.modules.grouped_linear import GroupedLinear
+from ..torch_backend.modules.kinds import base_kind, weight_names
+from ..torch_backend.modules.linear import Linear
+from ..torch_backend.modules.transposed_linear import TransposedLinear
+from ..torch_backend.quantized_tensor import sharding
+from ..torch_backend.quantized_tensor.tensor import QuantizedTensor
+from ..torch_backend.weights.cast_weight import CastWeight
 from .peft_merges import Merged, MergesCodes, merged, weight_of
 
 __all__ = ["Merged", "merged", "register"]

@@ -2,7 +2,7 @@
 
 Importing this module makes the quantization method "blockfp" known to transformers:
 
-    from blockfp.torch_backend.integrations.transformers import BlockfpConfig
+    from blockfp.integrations.transformers import BlockfpConfig
 
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=BlockfpConfig("mxfp8"))
 
@@ -27,14 +27,14 @@ from torch import Tensor, nn
 from blockfp import patterns, recipes
 from blockfp.recipes import Cast, Compute, Delayed, Recipe
 
-from ..checkpoint.stream import WeightStream
-from ..modules.convert import convert
-from ..modules.kinds import base_kind, quantized_names, router_modules, weight_names
-from ..modules.quantized_layer import Weights
-from ..modules.stateful_layer import StatefulLayer
-from ..modules.summary import tied_elsewhere
-from ..quantized_tensor.tensor import QuantizedTensor
-from ..torch_internals import mend_broadcast
+from ..torch_backend.checkpoint.stream import WeightStream
+from ..torch_backend.modules.convert import convert
+from ..torch_backend.modules.kinds import base_kind, quantized_names, router_modules, weight_names
+from ..torch_backend.modules.quantized_layer import Weights
+from ..torch_backend.modules.stateful_layer import StatefulLayer
+from ..torch_backend.modules.summary import tied_elsewhere
+from ..torch_backend.quantized_tensor.tensor import QuantizedTensor
+from ..torch_backend.torch_internals import mend_broadcast
 
 try:
     from transformers.quantizers import auto

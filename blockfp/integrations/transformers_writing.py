@@ -30,17 +30,17 @@ from blockfp.files.contents import Contents, Weight
 from blockfp.files.layouts.known import LAYOUTS
 from blockfp.files.layouts.layout import not_released, write_layout
 
-from ..check import to_numpy
-from ..checkpoint import ranks
-from ..checkpoint.high_precision import high_precision_state_dict
-from ..checkpoint.stream import WeightStream, stream_apart
-from ..checkpoint.taken_apart import split_weight
-from ..modules import model_names
-from ..modules.experts import Experts
-from ..modules.kinds import quantized_names
-from ..quantized_tensor import sharding
-from ..quantized_tensor.tensor import QuantizedTensor
-from ..weights.state_dict import gathered, stored_parts
+from ..torch_backend.check import to_numpy
+from ..torch_backend.checkpoint import ranks
+from ..torch_backend.checkpoint.high_precision import high_precision_state_dict
+from ..torch_backend.checkpoint.stream import WeightStream, stream_apart
+from ..torch_backend.checkpoint.taken_apart import split_weight
+from ..torch_backend.modules import model_names
+from ..torch_backend.modules.experts import Experts
+from ..torch_backend.modules.kinds import quantized_names
+from ..torch_backend.quantized_tensor import sharding
+from ..torch_backend.quantized_tensor.tensor import QuantizedTensor
+from ..torch_backend.weights.state_dict import gathered, stored_parts
 
 
 def write_model(model: Any, folder: Path, layout: str, file_bytes: int | None) -> None:

@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 
 from blockfp.recipes import ByPath, Recipe
 
-from ..linear.delayed import update_scales_after
-from ..linear.scale_watch import delayed_layers
-from ..modules.convert import convert
-from ..modules.quantized_layer import Weights
-from ..modules.summary import summary
-from ..optimizer.adamw import Adam, AdamW
+from ..torch_backend.linear.delayed import update_scales_after
+from ..torch_backend.linear.scale_watch import delayed_layers
+from ..torch_backend.modules.convert import convert
+from ..torch_backend.modules.quantized_layer import Weights
+from ..torch_backend.modules.summary import summary
+from ..torch_backend.optimizer.adamw import Adam, AdamW
 
 
 class BlockfpPrecision(Precision):

@@ -19,14 +19,14 @@ from torchtitan.protocols.sharding import resolve_placements
 from blockfp import recipes
 from blockfp.recipes import Recipe
 
-from ..modules.convert import convert
-from ..modules.experts import GroupedProduct
-from ..modules.in_place import become
-from ..modules.kinds import base_kind
-from ..modules.parallelize import parallelize
-from ..modules.quantized_layer import Weights
-from ..optimizer.adamw import Adam, AdamW
-from ..weights.init import init_
+from ..torch_backend.modules.convert import convert
+from ..torch_backend.modules.experts import GroupedProduct
+from ..torch_backend.modules.kinds import base_kind
+from ..torch_backend.modules.parallelize import parallelize
+from ..torch_backend.modules.quantized_layer import Weights
+from ..torch_backend.optimizer.adamw import Adam, AdamW
+from ..torch_backend.weights.held_parameters import become
+from ..torch_backend.weights.init import init_
 
 
 class BlockfpConverter(ModelConfigConverter):

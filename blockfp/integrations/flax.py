@@ -20,9 +20,9 @@ from jax import lax
 from blockfp import patterns, recipes
 from blockfp.recipes import ByPath, Recipe
 
-from ..arrays.array import is_quantized
-from ..linear.linear import linear
-from ..params.params import Filter, quantize_weight
+from ..jax_backend.arrays.array import is_quantized
+from ..jax_backend.linear.linear import linear
+from ..jax_backend.params.params import Filter, quantize_weight
 
 KEYS = "quantize"
 """Name of the stream of random keys that a recipe with stochastic rounding draws from."""
@@ -83,6 +83,7 @@ def convert(model: Any, recipe: Recipe | str | ByPath, filter_fn: Filter | None 
     for layer, one in chosen:
         layer.kernel = layer.kernel.replace(quantize_weight(layer.kernel.get_value(), one.weight.format))
         layer.recipe, layer.keys = one, _keys_for(layer, rngs) if rngs is not None and _draws(one) else None
+        # It stays the same object for all that refer to it: shared layers, lists, attributes that users hold.
         layer.__class__ = QuantizedLinear
     return model
 

@@ -30,12 +30,12 @@ from blockfp.files.modelfile import open_model
 from blockfp.files.names import FORMAT
 from blockfp.formats import Format
 
-from ..check import to_torch
-from ..modules.experts import Experts
-from ..modules.kinds import base_kind, quantized_names, weight_names
-from ..modules.quantized_layer import made_weight
-from ..quantized_tensor import sharding
-from ..quantized_tensor.tensor import QuantizedTensor
+from ..torch_backend.check import to_torch
+from ..torch_backend.modules.experts import Experts
+from ..torch_backend.modules.kinds import base_kind, quantized_names, weight_names
+from ..torch_backend.modules.quantized_layer import made_weight
+from ..torch_backend.quantized_tensor import sharding
+from ..torch_backend.quantized_tensor.tensor import QuantizedTensor
 
 PATTERN = "blockfp's, by name"
 """A pattern for transformers in place of the names of files' weights."""

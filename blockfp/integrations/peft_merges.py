@@ -17,12 +17,12 @@ from peft.tuners.lora.variants import DoraLinearVariant
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
-from ..quantized_tensor import sharding
-from ..quantized_tensor.dtensors import placed, reduced
-from ..quantized_tensor.tensor import QuantizedTensor
-from ..weights.cast_weight import CastWeight
-from ..weights.loading import load_high_precision_
-from ..weights.requantize import check_writable
+from ..torch_backend.quantized_tensor import sharding
+from ..torch_backend.quantized_tensor.dtensors import placed, reduced
+from ..torch_backend.quantized_tensor.tensor import QuantizedTensor
+from ..torch_backend.weights.cast_weight import CastWeight
+from ..torch_backend.weights.loading import load_high_precision_
+from ..torch_backend.weights.requantize import check_writable
 
 LOST = 3.0
 """Decibels: a merge warns where a change reaches the codes with less than this above its rounding, some half of it."""

@@ -1,0 +1,143 @@
+"""The modules of a model that `convert` derives classes for: casts made with an activation or a norm, or once for several."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Container, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ..linear.gated_function import Gating
+from .forwards import SEQUENTIAL
+from .gated_mlp import FusedMLP, activation_of, fused_class
+from .gated_product import fused_product
+from .known_classes import DoesNotFit, MLPParts, Row, SharedInput, base_named, name_of, rows_of
+from .linear import Linear
+from .model_names import named_modules
+from .normed_product import fused_norm_product
+from .quantized_layer import QuantizedLayer
+from .shared_inputs import SharesInput, sharing_class
+
+Fuse = Mapping[type[nn.Module] | str, Row]
+"""Rows by class, or by its qualified name."""
+
+
+def fused_classes(model: nn.Module, made: Container[nn.Module], fuse: Fuse | None) -> dict[nn.Module, type[nn.Module]]:
+    """Returns the class that each module is to become, for those that have a row whose layers are quantized.
+
+    Args:
+        model: the model; it stays as it is.
+        made: the layers that are about to be quantized.
+        fuse: a user's own rows, which go before `known_classes.KNOWN`.
+
+    Raises:
+        TypeError: fuse isn't such a mapping.
+        ValueError: one of its rows isn't true of a module of its class, or the model has no such module.
+    """
+    asked = {_name_of_key(key): _checked(row) for key, row in _items(fuse)}
+    found: dict[nn.Module, type[nn.Module]] = dict.fromkeys(sequentials(model, made), FusedSequential)
+    missing = set(asked)
+    for path, module in named_modules(model):
+        cls = type(module)
+        if isinstance(module, FusedMLP | SharesInput):
+            missing -= {name for name in missing if base_named(cls, name)}
+            continue
+        name = next((name for name in asked if _forward_is_of(cls, name)), None)
+        for row in rows_of(cls) if name is None else (asked[name],):
+            try:
+                new = fused_class(module, row) if isinstance(row, MLPParts) else sharing_class(module, row)
+            except DoesNotFit as error:
+                if name is None:
+                    continue
+                raise ValueError(f"fuse: {path!r}, a {cls.__name__}, doesn't fit {row}: {error}") from None
+            layers = (row.down,) if isinstance(row, MLPParts) else row.layers
+            children = (module.get_submodule(layer) for layer in layers)
+            if all(isinstance(child, QuantizedLayer) or child in made for child in children):
+                found[module] = new
+            break
+        missing.discard(name or "")
+    if missing:
+        raise ValueError(
+            f"fuse: the model has no module with the forward of {', '.join(sorted(missing))}: name the class that the forward "
+            "is written in, with its module"
+        )
+    return found
+
+
+def _items(fuse: Fuse | None) -> list[tuple[type[nn.Module] | str, Row]]:
+    if fuse is not None and not isinstance(fuse, Mapping):
+        raise TypeError(f"fuse must be a mapping of classes to bfp.MLPParts or bfp.SharedInput, got {type(fuse).__name__}")
+    return list((fuse or {}).items())
+
+
+def _name_of_key(key: type[nn.Module] | str) -> str:
+    if isinstance(key, type) and issubclass(key, nn.Module):
+        return name_of(key)
+    if isinstance(key, str):
+        return key
+    raise TypeError(f"a key of fuse must be a class of modules, or its name with that of its module, got {key!r}")
+
+
+def _checked(row: Row) -> Row:
+    if not isinstance(row, MLPParts | SharedInput):
+        raise TypeError(f"a value of fuse must be a bfp.MLPParts or a bfp.SharedInput, got {row!r}")
+    names = row.layers if isinstance(row, SharedInput) else (row.up, row.down, row.activation, row.gate or row.up)
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"fuse: names of modules must be strings, got {row}")
+    if len(names) < 2:
+        raise ValueError(f"fuse: SharedInput takes the names of two layers or more, got {row}")
+    return row
+
+
+def _forward_is_of(cls: type[nn.Module], name: str) -> bool:
+    """Says whether a class is that of this name, or has its forward."""
+    base = base_named(cls, name)
+    return base is not None and cls.forward is base.forward  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class FusedSequential(nn.Sequential):
+    """Its modules one after the other, with the same bits; where somebody looks (hooks), each is called."""
+
+    def forward(self, input: Any) -> Any:
+        if nn.Sequential.forward is not SEQUENTIAL:
+            return nn.Sequential.forward(self, input)
+        modules = list(self)
+        place = 0
+        while place < len(modules):
+            y = None
+            if place + 1 < len(modules) and isinstance(modules[place + 1], Linear) and isinstance(input, Tensor):
+                y = _at_once(modules[place], modules[place + 1], input)
+            input, place = (modules[place](input), place + 1) if y is None else (y, place + 2)
+        return input
+
+
+def _at_once(first: nn.Module, layer: nn.Module, x: Tensor) -> Tensor | None:
+    """Returns layer(first(x)) in one op for `first` and the cast; None where both have to be called."""
+    if isinstance(first, nn.RMSNorm):
+        return fused_norm_product(first, layer, x)
+    activation = activation_of(first)
+    return None if activation is None else fused_product(layer, x, None, Gating(activation, "apart"))
+
+
+def sequentials(model: nn.Module, made: Container[nn.Module]) -> Iterator[nn.Sequential]:
+    """Gives the `torch.nn.Sequential`s of a model, of that very class, that are to become fused ones.
+
+    Args:
+        made: the layers that `convert` changes.
+    """
+    for module in model.modules():
+        if (
+            type(module) is not nn.Sequential
+            or nn.Sequential.forward is not SEQUENTIAL
+            or "forward" in vars(module)
+            or parametrize.is_parametrized(module)
+        ):
+            continue
+        modules = list(module)
+        if any(
+            layer in made and (type(first) is nn.RMSNorm or activation_of(first) is not None)
+            for first, layer in itertools.pairwise(modules)
+        ):
+            yield module

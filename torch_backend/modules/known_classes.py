@@ -1,0 +1,135 @@
+"""Classes of other libraries, by their qualified names, and what `convert` makes of modules of them.
+
+No library is imported for it: a module's class and its bases say their names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from .forwards import forward_of
+
+
+@dataclass(frozen=True)
+class MLPParts:
+    """Names the parts of an MLP: it returns down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate.
+
+    A value of `convert(.., fuse=)`, which checks it: it calls the class's `forward` on stand-ins that note what is done.
+
+    Attributes:
+        up: the layer whose result is multiplied with the gate's; without a gate the one in front of the activation.
+        down: the last layer.
+        activation: the module that computes silu or gelu; or "silu", "gelu" or "gelu_tanh" (gelu's tanh approximation) where
+            `forward` calls the function of `torch.nn.functional`.
+        gate: the layer in front of the activation. The name of `up` once more where one layer makes both, the gate first.
+    """
+
+    up: str
+    down: str
+    activation: str
+    gate: str | None = None
+
+
+@dataclass(frozen=True, init=False)
+class SharedInput:
+    """Names layers that read one tensor, as a query, a key and a value projection do; they cast it once.
+
+    A value of `convert(.., fuse=)`, and a promise that nothing can check: between the first and the last of these calls nothing
+    writes into the tensor they are given, by whatever way.
+
+    Attributes:
+        layers: their names.
+    """
+
+    layers: tuple[str, ...]
+
+    def __init__(self, *layers: str):
+        object.__setattr__(self, "layers", layers)
+
+    def __repr__(self) -> str:
+        return f"SharedInput({', '.join(map(repr, self.layers))})"
+
+
+Row = MLPParts | SharedInput
+
+
+class DoesNotFit(ValueError):
+    """A row isn't true of a module; the text says why."""
+
+
+_MLPS: tuple[Row, ...] = (
+    MLPParts(gate="gate_proj", up="up_proj", down="down_proj", activation="act_fn"),
+    MLPParts(gate="gate_proj", up="up_proj", down="down_proj", activation="activation_fn"),
+    MLPParts(gate="gate_up_proj", up="gate_up_proj", down="down_proj", activation="activation_fn"),
+    MLPParts(gate="input_linear", up="input_linear", down="output_linear", activation="activation"),
+    MLPParts(gate="w1", up="w3", down="w2", activation="silu"),
+    MLPParts(up="up_proj", activation="act_fn", down="down_proj"),
+    MLPParts(up="fc1", activation="activation_fn", down="fc2"),
+    MLPParts(up="fc1", activation="activation", down="fc2"),
+    MLPParts(up="fc1", activation="act_fn", down="fc2"),
+    MLPParts(up="fc1", activation="act", down="fc2"),
+    MLPParts(up="lin1", activation="act", down="lin2"),
+    MLPParts(up="linear1", activation="activation", down="linear2"),
+    MLPParts(up="linear1", activation="gelu", down="linear2"),
+    MLPParts(up="linear_1", activation="act", down="linear_2"),
+    MLPParts(up="linear_fc1", activation="act_fn", down="linear_fc2"),
+    MLPParts(up="linear_in", activation="act", down="linear_out"),
+    MLPParts(up="dense1", activation="intermediate_act_fn", down="dense2"),
+    MLPParts(up="dense1", activation="adapter_act_fn", down="dense2"),
+    MLPParts(up="dense_h_to_4h", activation="act", down="dense_4h_to_h"),
+    MLPParts(up="proj_out", activation="activation_fn", down="vision_head"),
+    MLPParts(up="in_layer", activation="silu", down="out_layer"),
+)
+
+KNOWN: dict[str, tuple[Row, ...]] = {
+    "transformers.models.": (
+        *_MLPS,
+        SharedInput("q_proj", "k_proj", "v_proj"),
+        SharedInput("query", "key", "value"),
+        SharedInput("q", "k", "v"),
+    ),
+    "transformers_modules.": _MLPS,
+    "torchtitan.models.": (*_MLPS, SharedInput("wq", "wk", "wv")),
+}
+"""Rows of the classes whose names begin so, for those that have all the parts that a row names.
+
+An MLP's row is checked as a user's is, so that a class with these parts which does something else stays as it is. A
+`SharedInput` holds by the sources of these libraries, in which no such class writes between two of the layers; of code that
+transformers downloads (`transformers_modules`) nothing is known.
+"""
+
+CONV1D = "transformers.pytorch_utils.Conv1D"
+TRANSFORMERS_MOE = "transformers.integrations.moe"
+"""The file of the forward that transformers' decorator gives to classes of experts, and of the gate that most of them have."""
+TITAN_EXPERTS = "torchtitan.models.common.moe.GroupedExperts"
+TITAN_ROUTER = "torchtitan.models.common.moe.TokenChoiceTopKRouter"
+PEFT_LAYER = "peft.tuners.tuners_utils.BaseTunerLayer"
+
+
+def name_of(cls: type) -> str:
+    """Returns a class's qualified name."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def base_named(cls: type, name: str) -> type | None:
+    """Returns the class of this qualified name that a class is, or is derived from; None where it is neither."""
+    return next((base for base in cls.__mro__ if name_of(base) == name), None)
+
+
+def rows_of(cls: type[nn.Module]) -> tuple[Row, ...]:
+    """Returns the rows of the library's class whose forward this one has; none where that was replaced."""
+    own = next(base for base in cls.__mro__ if "forward" in vars(base))
+    name = name_of(own)
+    rows = next((rows for place, rows in KNOWN.items() if name.startswith(place)), ())
+    return rows if rows and forward_of(own) is not None else ()
+
+
+def check_own_forward(module: nn.Module) -> None:
+    """Raises DoesNotFit where a module is called, or its layers are found, in another way than its class says."""
+    if "forward" in vars(module):
+        raise DoesNotFit("it has a forward of its own, put into the module")
+    if parametrize.is_parametrized(module):
+        raise DoesNotFit("it has parametrizations")
