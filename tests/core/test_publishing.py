@@ -3,11 +3,14 @@
 import errno
 import fcntl
 import json
-import multiprocessing
 import os
+import subprocess
+import sys
+import time
 import warnings
 from unittest import mock
 
+import processes
 import pytest
 
 from blockfp.files import manifest, publishing
@@ -105,12 +108,14 @@ def test_without_locks_nothing_is_taken_for_left_behind(tmp_path):
     assert manifest.steps(tmp_path) == [1, 2]
 
 
-def job(run, number, steps, keep, together, said):
+def job(run, number, steps, keep, jobs, said):
     """Saves steps, each with its own content, and writes down which it was told are saved."""
     warnings.simplefilter("ignore")
     publishing.take_over(run)
     saved = []
-    together.wait()
+    said.with_suffix(".ready").touch()
+    while len(list(said.parent.glob("*.ready"))) < jobs:
+        time.sleep(0.001)
     for step in steps:
         draft = None
         try:
@@ -127,17 +132,20 @@ def job(run, number, steps, keep, together, said):
 def test_jobs_that_race(tmp_path, own_steps):
     run, jobs, steps = tmp_path / "run", 4, 25
     each = [[jobs * i + number if own_steps else i for i in range(steps)] for number in range(jobs)]
-    fork, keep = multiprocessing.get_context("fork"), 2 if own_steps else None
-    together = fork.Barrier(jobs)
-    children = [
-        fork.Process(target=job, args=(run, number, each[number], keep, together, tmp_path / f"said-{number}"))
-        for number in range(jobs)
-    ]
+    keep = 2 if own_steps else None
+    program = """
+import pathlib, runpy, sys
+file, run, said, *rest = sys.argv[1:]
+number, steps, keep, jobs = map(eval, rest)
+runpy.run_path(file)["job"](pathlib.Path(run), number, steps, keep, jobs, pathlib.Path(said))
+"""
+    children = []
+    for number in range(jobs):
+        files, rest = (__file__, run, tmp_path / f"said-{number}"), map(repr, (number, each[number], keep, jobs))
+        call = [sys.executable, "-P", "-c", program, *files, *rest]
+        children.append(subprocess.Popen(call, env=processes.environment()))
     for child in children:
-        child.start()
-    for child in children:
-        child.join()
-        assert child.exitcode == 0
+        assert child.wait(processes.LIMIT) == 0
     said = [json.loads((tmp_path / f"said-{number}").read_text()) for number in range(jobs)]
     # `keep` leaves two to each job: its own last ones.
     expected = {step: number for number, saved in enumerate(said) for step in (saved[-2:] if own_steps else saved)}

@@ -84,7 +84,7 @@ COMMANDS = {
     "quantize": ("--format", "mxfp8_e4m3"),
     "dequantize": (),
     "convert": ("--layout", "blockfp"),
-    "check": ("--format", "mxfp8_e4m3", "--backend", "numpy"),
+    "check": ("--format", "mxfp8_e4m3", "--backend", "numpy", "--backend", "kernels"),
 }
 
 
