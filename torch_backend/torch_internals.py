@@ -191,7 +191,7 @@ uneven weights don't have.
 """
 
 
-def _instances(kind: type) -> list[Any]:
+def _instances(kind: Any) -> list[Any]:
     """Finds all instances of a class in this process, of which torch keeps no list.
 
     They refer to their class. (A list of all objects, `gc.get_objects`, would hold the tuples that other threads are still

@@ -316,7 +316,8 @@ class _Torch:
             memory = reused_memory.array(size * self._dtypes[dtype].itemsize)
             if memory is not None:
                 # Not `view`, for the result is no view of another tensor. Its storage can't be resized.
-                return self._empty(0, dtype=self._dtypes[dtype]).set_(self._from_numpy(memory).untyped_storage(), 0, shape)
+                empty: Any = self._empty(0, dtype=self._dtypes[dtype])
+                return empty.set_(self._from_numpy(memory).untyped_storage(), 0, shape)
         return self._empty(shape, dtype=self._dtypes[dtype])
 
     def contiguous(self, x: Any) -> Any:

@@ -113,7 +113,7 @@ def grouped_linear(
     layer = _GroupedLinear(recipe, placement, dtype, weight_dtype, dtype, expert_axis, tile, at_once)
     sizes = group_sizes.astype(jnp.int32)
     y, state_out = layer(x, weight, carrier, bias, sizes, words, None if state is None else state.shared())
-    return y if state is None else (y, given_back(state_out, state))
+    return y if state is None or state_out is None else (y, given_back(state_out, state))
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,8 @@ class _GroupedLinear(Layer):
     def multiply_rows_back(self, gradient: Any, weight: Any, tiles, *, fast) -> jax.Array:
         if not self.at_once or not isinstance(weight, QuantizedArray) or not weight.format.square:
             return super().multiply_rows_back(gradient, weight, tiles, fast=fast)
-        options = {"fast": fast, "exact": self.recipe.exact_products}
-        return multiply_rows(gradient, weight, tiles, self.dtype, turned=True, **options)
+        exact = self.recipe.exact_products
+        return multiply_rows(gradient, weight, tiles, self.dtype, turned=True, fast=fast, exact=exact)
 
     def multiply_columns(self, gradient: Any, x: Any, tiles, *, fast) -> jax.Array:
         multiply = multiply_columns if self.at_once else by_columns

@@ -169,4 +169,4 @@ def linear_to(
     else:
         specs = layout.result, jax.tree.map(lambda _: PartitionSpec(), shared)
         y, state_out = explicit.left_to_xla(multiply, mesh, specs, *operands)
-    return y if state is None else (y, given_back(state_out, state))
+    return y if state is None or state_out is None else (y, given_back(state_out, state))

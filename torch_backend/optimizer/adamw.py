@@ -122,7 +122,8 @@ class _Adam(Optimizer):
 
         Runs one after the other may: none goes on behind another's first step.
         """
-        last, key = getattr(_turns, "last", lambda: None)(), tuple(self.param_groups[0].get("key", self.defaults["key"]))
+        last: Any = getattr(_turns, "last", lambda: None)()
+        key = tuple(self.param_groups[0].get("key", self.defaults["key"]))
         in_turn = self._began and last is not None and last is not self and not _told
         if in_turn and tuple(last.param_groups[0].get("key", last.defaults["key"])) == key:
             _told.add(key)
