@@ -124,8 +124,8 @@ class _Adam(Optimizer):
         """
         last: Any = getattr(_turns, "last", lambda: None)()
         key = tuple(self.param_groups[0].get("key", self.defaults["key"]))
-        in_turn = self._began and last is not None and last is not self and not _told
-        if in_turn and tuple(last.param_groups[0].get("key", last.defaults["key"])) == key:
+        in_turn = self._began and last is not self and not _told
+        if in_turn and last is not None and tuple(last.param_groups[0].get("key", last.defaults["key"])) == key:
             _told.add(key)
             warnings.warn(
                 f"two optimizers that round stochastically have key={key}, and number their parameters from 0 each: they round "
