@@ -13,10 +13,12 @@ class RecipeLayer(nn.Module):
     Attributes:
         linear_recipe: the `Recipe` of its products (`recipes.for_linear`).
         observed: figures that `observe` gathers, or None.
+        recorded: whether a forward recorded amaxes since delayed scaling's last update, as far as eager code knows.
     """
 
     linear_recipe: Recipe
     observed: Tensor | None
+    recorded: bool
 
     weight: nn.Parameter
     input_amax_history: Tensor | None
@@ -29,3 +31,7 @@ class RecipeLayer(nn.Module):
     def held_weight(self) -> Tensor | None:
         """Returns the weight as it is held now: whole, sharded or gathered."""
         return self._parameters.get("weight")
+
+    def note_updated(self) -> None:
+        """Takes note that the scales follow from all amaxes that were recorded until now."""
+        raise NotImplementedError

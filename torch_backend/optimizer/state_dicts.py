@@ -21,10 +21,10 @@ _OWN = ("moments", "master", "capturable", "osci_reset")
 
 def unsupported_setting(optimizer: Optimizer, settings: Mapping[str, Any]) -> str | None:
     """Returns the first of torch's settings that AdamW or Adam doesn't have with this value, as NAME=VALUE; else None."""
-    if not getattr(optimizer, "updates_scales", False):
+    if not hasattr(optimizer, "_decoupled"):
         return None
     own = {"amsgrad": False, "maximize": False, "differentiable": False}
-    own |= {"decoupled_weight_decay": getattr(optimizer, "_decoupled", False)}
+    own |= {"decoupled_weight_decay": optimizer._decoupled}  # pyright: ignore[reportAttributeAccessIssue]
     return next((f"{name}={settings[name]}" for name, value in own.items() if bool(settings.get(name, value)) != value), None)
 
 
