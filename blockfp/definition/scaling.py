@@ -161,6 +161,20 @@ def record(history: Array, amax: Array) -> Array:
     return xp.concat([newest.view(xp.float32)[None], history[1:]], axis=0)
 
 
+def delayed_multiplier(scale: Array, amax: Array, format: Format, eps: float = 0.0) -> Array:
+    """What a cast by delayed scaling multiplies with, float32: the scale, or that of current scaling where there is none yet.
+
+    Args:
+        scale: float32; 0 as long as no amax above 0 was recorded.
+        amax: int32 bits of the operand that is cast, of scale's shape.
+        format: with one scale per tensor.
+        eps: amaxes are lifted to it, see `numerics.quantize`.
+    """
+    pattern = bits.from_float(scale)
+    current = fp8_multiplier(lift(amax, eps_for(format, eps)), format.element, format.scale, bits.FP32_MAX)
+    return array_namespace(scale).where(pattern > 0, pattern, current).view(array_namespace(scale).float32)
+
+
 def largest_with_margin(element: ElementFormat, margin: int) -> int:
     """fp32 bits of MAX * 2^-margin, to which delayed scaling maps an amax."""
     return bits.constant_bits(element.max * 2.0**-margin)

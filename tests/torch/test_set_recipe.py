@@ -141,7 +141,7 @@ def test_state_of_a_recipe_is_carried_over_or_begins_anew():
     assert torch.equal(model[0].input_scale, scale)
     bfp.set_recipe(model, optimizer, "fp8_delayed")
     assert model[0].input_amax_history.shape == (1024,)
-    assert model[0].input_scale == 1
+    assert model[0].input_scale == 0
     bfp.set_recipe(model, optimizer, "fp8_current")
     assert not scale_watch.delayed_layers(model)
     assert not scale_watch.concerned_by(optimizer)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from blockfp.recipes import HIGH_PRECISION, Recipe
 
-from ..linear.grouped_function import ends_of
+from ..linear.call import ends_of
 from ..linear.linear import apply
 from ..modules.experts import Experts
 from ..modules.grouped_linear import GroupedLinear

@@ -24,15 +24,17 @@ from torch.utils.hooks import RemovableHandle
 from blockfp.definition import scaling
 from blockfp.definition.bits import INFINITY
 from blockfp.formats import ElementFormat
-from blockfp.recipes import Delayed, Recipe
+from blockfp.recipes import Delayed, Operand, Recipe
 
 from ..custom_ops import cuda, cuda_delayed
 from ..custom_ops.collectives import max_reduce
 from ..custom_ops.kernels import kernels_for
 from ..custom_ops.library import outside_graphs
+from ..custom_ops.operand_ops import delayed_multiplier, tensor_amax
 from ..quantized_tensor import sharding
 from ..torch_internals import dispatch_modes, foreach_copy_, uncounted
 from . import scale_watch
+from .call import Call, ends_of
 from .recipe_layer import RecipeLayer
 from .scale_watch import delayed_layers
 
@@ -51,6 +53,48 @@ def record(history: Tensor, amax: Tensor, *, now: bool = False) -> None:
     finite = torch.where(amax >= INFINITY, torch.zeros_like(amax), amax).view(torch.float32)
     newest = (history if now else uncounted(history))[:1]
     newest.copy_(torch.maximum(newest, finite))
+
+
+def multiplier(
+    x: Tensor,
+    scale: Tensor | None,
+    call: Call,
+    operand: Operand,
+    *,
+    counts: Sequence[int] | None = None,
+    offs: Tensor | None = None,
+    group: str | None = None,
+) -> Tensor | None:
+    """Returns what an operand is multiplied with, float32 (): its scale, or that of its current amax where there is none yet.
+
+    Args:
+        x: the operand, [tokens, features].
+        scale: of delayed scaling, or None.
+        call: of the layer.
+        operand: which one x is.
+        counts, offs: how many rows each of x's groups has, or where each ends. All share the scale; a group whose amax isn't
+            finite counts as 0, as it is recorded.
+        group: of the ranks that share the amax; each rank of it calls this alike.
+    """
+    recipe = call.recipe
+    format = recipe.cast(operand).format or recipe.cast(operand, "columnwise").format
+    if scale is None or call.has_scales or format is None:
+        return scale
+    offs = ends_of(counts, x) if counts is not None else offs
+    x = x if call.traced else x.detach().resolve_neg()
+    if not x.numel():
+        amax = x.new_zeros(1, dtype=torch.int32)
+    elif offs is None:
+        amax = tensor_amax(x)
+    else:
+        group_of_row = torch.bucketize(torch.arange(x.shape[0], dtype=torch.int32, device=x.device), offs, right=True)
+        # Rows past the last end are in a group of their own, which doesn't count.
+        none = x.new_zeros(offs.shape[0] + 1, dtype=torch.int32)
+        amaxes = none.scatter_reduce(0, group_of_row, tensor_amax(x, by_row=True), "amax")
+        amax = torch.where(amaxes >= INFINITY, none, amaxes)
+        amax = torch.cat([amax[:-1], none[:1]]).amax().view(1)
+    amax = max_reduce(amax, () if group is None else (group,))
+    return delayed_multiplier(scale, amax, format.name, call.eps)
 
 
 def update_scales(model: nn.Module) -> None:
@@ -181,6 +225,38 @@ def update_layers(layers: Sequence[RecipeLayer], replicas: DistributedDataParall
         _update(some, max_reduce(_newest(some), groups) if groups else None)
     for layer in layers:
         layer.note_updated()
+    _look_for_scales([layer for layer in layers if not layer.has_scales])
+
+
+def _look_for_scales(layers: Sequence[RecipeLayer]) -> None:
+    """Tells layers that they have scales. No GPU is waited for: read is what was copied from there in the update before."""
+    on_gpu = []
+    for layer in layers:
+        buffers: Any = layer._buffers
+        scales = [buffers[kind.scale] for kind in _scaled(layer.linear_recipe)]
+        if not scales or any(type(scale) is not Tensor or scale.is_meta for scale in scales):
+            continue
+        if scales[0].device.type == "cpu":
+            layer.note_scales(all(bool(scale > 0) for scale in scales))
+        elif not torch.cuda.is_current_stream_capturing():
+            on_gpu.append((layer, torch.stack(scales).min()))
+    if not on_gpu:
+        return
+    for layer, _ in on_gpu:
+        before = _copied.pop(layer, None)
+        if before is not None:
+            before[1].synchronize()
+            layer.note_scales(bool(before[0] > 0))
+    waiting = [(layer, least) for layer, least in on_gpu if not layer.has_scales]
+    if waiting:
+        copied = torch.stack([least for _, least in waiting]).to("cpu", non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        _copied.update((layer, (least, done)) for (layer, _), least in zip(waiting, copied.unbind(), strict=True))
+
+
+_copied: weakref.WeakKeyDictionary[RecipeLayer, tuple[Tensor, torch.cuda.Event]] = weakref.WeakKeyDictionary()
+"""The least of a layer's scales on its way to the host, and when it is there."""
 
 
 class _Scaled(NamedTuple):

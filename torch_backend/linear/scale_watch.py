@@ -80,10 +80,13 @@ def concerned_by(optimizer: Optimizer) -> list[RecipeLayer]:
         # FSDP2 changes the weight that a layer holds between forward and backward.
         own, sharded = layer._parameters, known.sharded
         weight = own["weight"] if "weight" in own else layer.held_weight()
-        frozen = weight is not None and not weight.requires_grad and (sharded is None or not sharded.requires_grad)
-        if frozen or id(weight) in held or id(sharded) in held:
+        if id(weight) in held or id(sharded) in held or _is_frozen(weight, sharded):
             found.append(layer)
     return found
+
+
+def _is_frozen(weight: Tensor | None, sharded: Tensor | None) -> bool:
+    return weight is not None and not weight.requires_grad and (sharded is None or not sharded.requires_grad)
 
 
 def weights_of(layers: Iterable[RecipeLayer]) -> list[Tensor | None]:

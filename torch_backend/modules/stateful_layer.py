@@ -34,6 +34,7 @@ class StatefulLayer(RecipeLayer):
         recipe: the `Recipe`.
         compute: "quantized", or "high_precision": products take the dequantized weight and everything else as it is.
         parallel: how a tensor-parallel group shares the layer, from `parallelize`; or None.
+        known_scale: the input's scale where `has_scales`; a scale that is another tensor isn't known to be above 0.
         stateful: whether the recipe keeps state in buffers.
         data_rank: this rank's number in the mesh that `fully_shard` got, of a layer that draws random bits; otherwise 0.
         written: whether a weight that FSDP2 shards was written in place since the layer last looked (`CastWeight`).
@@ -52,13 +53,15 @@ class StatefulLayer(RecipeLayer):
         self.observed = None
         self.parallel: Parallel | None = None
         self.data_rank = 0
-        self.recorded, self.written = False, [False]
+        self.recorded, self.written, self.has_scales = False, [False], False
+        self.known_scale: Tensor | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         # Worked out again, not read: a pickle of another version may lack it.
         self.linear_recipe = recipes.for_linear(self.recipe, self.compute)
         self.recorded, self.written = False, [False]
+        self.look_for_scales()
         self.announce()
         if self._stochastic:
             note_copied(self)
@@ -98,7 +101,7 @@ class StatefulLayer(RecipeLayer):
         for operand in ("input", "gradient"):
             history = None if delayed is None else torch.zeros(delayed.history, dtype=torch.float32, device=device)
             self.register_buffer(f"{operand}_amax_history", history)
-            scale = None if delayed is None else torch.ones((), dtype=torch.float32, device=device)
+            scale = None if delayed is None else torch.zeros((), dtype=torch.float32, device=device)
             self.register_buffer(f"{operand}_scale", scale)
         self.register_buffer("rng_key", torch.zeros(2, dtype=torch.int64, device=device) if stochastic else None)
         self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=device) if stochastic else None)
@@ -125,6 +128,8 @@ class StatefulLayer(RecipeLayer):
             unwatch(self)
         if before.delayed is None or after.delayed is None:
             self.announce()
+        self.recorded = False
+        self.look_for_scales()
         self.note_weight(self.held_weight())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -140,6 +145,7 @@ class StatefulLayer(RecipeLayer):
             self.reset_buffers()
         # Others may be in their place now.
         self.mark_buffers()
+        self.note_scales(self.has_scales)
         return self
 
     def mark_buffers(self) -> None:
@@ -170,7 +176,8 @@ class StatefulLayer(RecipeLayer):
         rank = 0 if key is None or self.keyed_by_unit else data_rank(self.data_rank)
         history, gradient_history = buffers["input_amax_history"], buffers["gradient_amax_history"]
         scale, gradient_scale = buffers["input_scale"], buffers["gradient_scale"]
-        return LinearState(history, scale, gradient_history, gradient_scale, key, buffers["step"], rank, self.observed)
+        known = self.has_scales if torch.compiler.is_compiling() else scale is self.known_scale
+        return LinearState(history, scale, gradient_history, gradient_scale, key, buffers["step"], rank, self.observed, known)
 
     def note_updated(self) -> None:
         own: Any = self._parameters
@@ -182,6 +189,18 @@ class StatefulLayer(RecipeLayer):
         super()._load_from_state_dict(*arguments)
         # To write a weight is no step then.
         self.recorded = False
+        self.look_for_scales()
+
+    def look_for_scales(self) -> None:
+        """Looks at scales that come from elsewhere: whether they are above 0; waits for a GPU."""
+        operands = zip(("input", "gradient"), _elements(self.linear_recipe), strict=True)
+        scales = [self._buffers.get(f"{operand}_scale") for operand, element in operands if element is not None]
+        self.note_scales(all(type(scale) is Tensor and not scale.is_meta and bool(scale > 0) for scale in scales))
+
+    def note_scales(self, found: bool) -> None:
+        # A function that is called with other buffers (torch.func.functional_call) has other scales. Not registered: no state.
+        own: dict[str, Any] = self.__dict__
+        own["has_scales"], own["known_scale"] = found, self._buffers["input_scale"] if found else None
 
     def reset_buffers(self) -> None:
         """Sets delayed scaling and the step to their start, and draws a new random key."""
@@ -190,7 +209,8 @@ class StatefulLayer(RecipeLayer):
                 buffer.zero_()
         for buffer in (self.input_scale, self.gradient_scale):
             if buffer is not None:
-                buffer.fill_(1)
+                buffer.zero_()
+        self.note_scales(False)
         if self.rng_key is not None and not self.rng_key.is_meta:
             self.rng_key.copy_(random_key())
 
