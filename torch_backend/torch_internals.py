@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
@@ -206,9 +207,21 @@ def _instances(kind: Any) -> list[Any]:
     return [thing for thing in found if issubclass(type(thing), kind)]
 
 
+_ddp_models: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+
+def _note_ddp(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+    if isinstance(parent, DistributedDataParallel):
+        _ddp_models.add(parent)
+
+
+# torch keeps no list of them. Each registers the model that it wraps.
+register_module_module_registration_hook(_note_ddp)
+
+
 def ddp_models() -> list[DistributedDataParallel]:
-    """Finds all DistributedDataParallel models of this process."""
-    return _instances(DistributedDataParallel)
+    """Returns all DistributedDataParallel models that this process has made since blockfp was imported."""
+    return list(_ddp_models)
 
 
 def holder_of(param: Tensor) -> str | None:

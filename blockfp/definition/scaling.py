@@ -161,6 +161,20 @@ def record(history: Array, amax: Array) -> Array:
     return xp.concat([newest.view(xp.float32)[None], history[1:]], axis=0)
 
 
+def delayed_multiplier(scale: Array, amax: Array, format: Format, eps: float = 0.0) -> Array:
+    """What a cast by delayed scaling multiplies with, float32: the scale, or that of current scaling where there is none yet.
+
+    Args:
+        scale: float32; 0 as long as no amax above 0 was recorded.
+        amax: int32 bits of the operand that is cast, of scale's shape.
+        format: with one scale per tensor.
+        eps: amaxes are lifted to it, see `numerics.quantize`.
+    """
+    pattern = bits.from_float(scale)
+    current = fp8_multiplier(lift(amax, eps_for(format, eps)), format.element, format.scale, bits.FP32_MAX)
+    return array_namespace(scale).where(pattern > 0, pattern, current).view(array_namespace(scale).float32)
+
+
 def largest_with_margin(element: ElementFormat, margin: int) -> int:
     """fp32 bits of MAX * 2^-margin, to which delayed scaling maps an amax."""
     return bits.constant_bits(element.max * 2.0**-margin)
@@ -177,8 +191,9 @@ def update(
     """Takes delayed scaling's step, once per optimizer step: (history, scale) -> (history, scale).
 
     The amax is the largest of the history ("max") or its newest entry ("most_recent"); the new scale is
-    MAX * 2^-margin / amax, the old scale where amax is 0, fp32's largest where the quotient overflows. The history moves
-    on: [0, history[2], .., history[-1], newest]. (TransformerEngine's `_default_get_amax_and_update_history`.)
+    MAX * 2^-margin / amax, fp32's largest where the quotient overflows. The history moves on: [0, history[2], ..,
+    history[-1], newest]. (TransformerEngine's `_default_get_amax_and_update_history`.) Where nothing was recorded, history and
+    scale stay.
 
     Args:
         history: float32 [length, ...], newest first, already max-reduced over the ranks that share the amax.
@@ -201,7 +216,8 @@ def update(
     else:
         target = xp.full_like(safe, largest_with_margin(element, margin))
     quotient = bits.at_most(bits.divide(target, safe), bits.FP32_MAX)
-    scale = xp.where(amax > 0, quotient, bits.from_float(scale)).view(xp.float32)
     newest = pattern[:1]
+    recorded = newest > 0
+    scale = xp.where(recorded[0], quotient, bits.from_float(scale)).view(xp.float32)
     moved = [xp.zeros_like(newest)] + ([pattern[2:], newest] if history.shape[0] > 1 else [])
-    return xp.concat(moved, axis=0).view(xp.float32), scale
+    return xp.where(recorded, xp.concat(moved, axis=0), pattern).view(xp.float32), scale

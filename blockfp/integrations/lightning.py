@@ -18,12 +18,9 @@ from torch.optim import Optimizer
 
 from blockfp.recipes import ByPath, Recipe
 
-from ..torch_backend.linear.delayed import update_scales_after
-from ..torch_backend.linear.scale_watch import delayed_layers
 from ..torch_backend.modules.convert import convert
 from ..torch_backend.modules.quantized_layer import Weights
 from ..torch_backend.modules.summary import summary
-from ..torch_backend.optimizer.adamw import Adam, AdamW
 
 
 class BlockfpPrecision(Precision):
@@ -68,9 +65,6 @@ class BlockfpPrecision(Precision):
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         # It lies on its device now; Lightning doesn't tell plugins which.
         self.device = next((param.device.type for param in model.parameters()), "cpu")
-        # Of several optimizers only the user knows which step moves the scales on: without it the second step raises.
-        if len(optimizers) == 1 and not isinstance(optimizers[0], AdamW | Adam) and delayed_layers(model):
-            update_scales_after(optimizers[0], model)
         return super().connect(model, optimizers, lr_schedulers)
 
     def forward_context(self) -> AbstractContextManager:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from blockfp.recipes import HIGH_PRECISION, Recipe
 
-from ..torch_backend.linear.grouped_function import ends_of
+from ..torch_backend.linear.call import ends_of
 from ..torch_backend.linear.linear import apply
 from ..torch_backend.modules.experts import Experts
 from ..torch_backend.modules.grouped_linear import GroupedLinear

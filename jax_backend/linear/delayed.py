@@ -40,7 +40,7 @@ class DelayedState(Shares):
 
     Attributes:
         input_amax_history: [..., history], newest first.
-        input_scale: [...], what the input is multiplied with.
+        input_scale: [...], what the input is multiplied with; 0 before the first update, where casts take the current amax.
         gradient_amax_history: [..., history].
         gradient_scale: [...].
     """
@@ -126,7 +126,7 @@ def cotangent(amax: Callable[[], jax.Array], later: Sequence[jax.Array], varies:
 
 
 def delayed_state(recipe: Recipe | str) -> DelayedState:
-    """The state of a layer before its first step: no history, scales of 1.
+    """The state of a layer before its first step: no history, and scales of 0, which stand for the current amax.
 
     Raises:
         ValueError: the recipe doesn't scale by history, or no recipe has this name.
@@ -134,7 +134,7 @@ def delayed_state(recipe: Recipe | str) -> DelayedState:
     recipe = _delayed(recipe)
     # Histories of their own: a step may be given both to overwrite (donate_argnums).
     own, gradients = (jnp.zeros((recipe.delayed.history,), jnp.float32) for _ in range(2))  # pyright: ignore[reportOptionalMemberAccess]
-    return DelayedState(own, jnp.float32(1), gradients, jnp.float32(1))
+    return DelayedState(own, jnp.float32(0), gradients, jnp.float32(0))
 
 
 def update_scales(states: Any, seen: Any, recipe: Recipe | str, *, axes: Sequence[str] = ()) -> Any:

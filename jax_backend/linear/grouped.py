@@ -141,7 +141,7 @@ class _GroupedLinear(Layer):
         return Tiles.of(sizes, x.shape[0], self.tile)
 
     def input_operands(self, x, tiles, state, *, rowwise=True, columnwise=True) -> tuple[Any, Any]:
-        scaling = self._scaling(None if state is None else state.input_scale, tiles)
+        scaling = self._scaling(self.multiplier(x, tiles, None if state is None else state.input_scale, "input"), tiles)
         casts = self.recipe.input, self.recipe.input_columnwise
         if not isinstance(x, QuantizedArray):
             return self._quantized(x, tiles, casts, scaling, rowwise, columnwise)
@@ -159,7 +159,8 @@ class _GroupedLinear(Layer):
         return row, quantize_tiles(x, tiles, casts[1], scaling, COLUMNWISE) if columnwise else None
 
     def gradient_operands(self, g, kept, *, rowwise, columnwise) -> Pair:
-        scaling = self._scaling(None if kept.state is None else kept.state.gradient_scale, kept.tiles, kept.key, gradient=True)
+        multiplier = self.multiplier(g, kept.tiles, None if kept.state is None else kept.state.gradient_scale, "gradient")
+        scaling = self._scaling(multiplier, kept.tiles, kept.key, gradient=True)
         casts = self.recipe.gradient, self.recipe.gradient_columnwise
         return self._quantized(g, kept.tiles, casts, scaling, rowwise, columnwise)
 
@@ -186,6 +187,9 @@ class _GroupedLinear(Layer):
     def sum_rows(self, g, tiles) -> jax.Array:
         mine = jnp.where((tiles.target >= 0)[:, None], g.astype(jnp.float32), 0)
         return jax.ops.segment_sum(mine, tiles.group_of_token(), num_segments=tiles.sizes.shape[0])
+
+    def shares_amax(self) -> tuple[str, ...]:
+        return super().shares_amax() + (() if self.expert_axis is None else (self.expert_axis,))
 
     def largest_amax(self, x, tiles) -> jax.Array:
         return largest_amax(x, tiles)

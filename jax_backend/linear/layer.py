@@ -18,7 +18,8 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from blockfp.recipes import Cast, Recipe
+from blockfp.definition import scaling
+from blockfp.recipes import Cast, Operand, Recipe
 
 from ..arrays.array import QuantizedArray
 from ..implementations import replication
@@ -110,6 +111,19 @@ class Layer(ABC):
     @abstractmethod
     def largest_amax(self, x: jax.Array, tiles: Any) -> jax.Array:
         """The largest amax of x, float32 ()."""
+
+    def shares_amax(self) -> tuple[str, ...]:
+        """The mesh axes whose ranks hold parts of what one scale is for."""
+        return () if self.placement.tensor is None else (self.placement.tensor,)
+
+    def multiplier(self, x: Any, tiles: Any, scale: jax.Array | None, operand: Operand) -> jax.Array | None:
+        """What delayed scaling multiplies an operand with: its scale, or that of its current amax where there is none yet."""
+        format = self.recipe.cast(operand).format or self.recipe.cast(operand, "columnwise").format
+        if scale is None or format is None:
+            return scale
+        amax = self.largest_amax(x, tiles).view(jnp.int32)
+        amax = replication.max_over(amax, axes) if (axes := self.shares_amax()) else amax
+        return scaling.delayed_multiplier(scale, amax, format, self.recipe.eps)
 
     @abstractmethod
     def values(self, operand: Matrix, tiles: Any, carrier: Any, cast: Cast, *, transposed: bool = False) -> jax.Array:

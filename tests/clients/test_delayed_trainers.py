@@ -1,4 +1,4 @@
-"""Trainers that know nothing of delayed scaling: with bfp.AdamW it just works, with other optimizers a hook does it."""
+"""Trainers that know nothing of delayed scaling: scales follow the steps of any optimizer."""
 
 import lightning
 import pytest
@@ -59,15 +59,8 @@ def test_hugging_face_trainer(tmp_path):
 
 
 def test_hugging_face_trainer_with_its_own_optimizer(tmp_path):
-    """The second step is refused, or a hook updates the scales."""
     model = Net(weights="high_precision")
-    trainer = transformers.Trainer(model, arguments(tmp_path), train_dataset=examples())
-    with pytest.raises(RuntimeError, match="update_scales_after"):
-        trainer.train()
-    model = Net(weights="high_precision")
-    trainer = transformers.Trainer(model, arguments(tmp_path), train_dataset=examples())
-    bfp.update_scales_after(trainer.create_optimizer(), model)
-    trainer.train()
+    transformers.Trainer(model, arguments(tmp_path), train_dataset=examples()).train()
     assert histories_of(model) == [3, 3]
     assert all(scale > 1e4 for scale in scales_of(model))
 
@@ -92,14 +85,13 @@ def fit(module, folder):
     trainer.fit(module, torch.utils.data.DataLoader(examples(), batch_size=4))
 
 
-def test_lightning(tmp_path):
+@pytest.mark.parametrize("optimizer", [bfp.AdamW, torch.optim.SGD])
+def test_lightning(optimizer, tmp_path):
     """Lightning calls forward and backward within the optimizer's step."""
-    module = Module(bfp.AdamW)
+    module = Module(optimizer)
     fit(module, tmp_path)
     assert histories_of(module) == [3, 3]
     assert all(scale > 1e4 for scale in scales_of(module))
-    with pytest.raises(RuntimeError, match="update_scales_after"):
-        fit(Module(torch.optim.SGD), tmp_path)
 
 
 def test_accelerate():

@@ -55,8 +55,6 @@ def looped(recipe, optimizer=bfp.AdamW, weights="quantized", dtype=None, epochs=
     module = Module(optimizer)
     bfp.convert(module.net, recipe, weights=weights)
     step = module.configure_optimizers()
-    if optimizer is not bfp.AdamW and recipe == "fp8_delayed":
-        bfp.update_scales_after(step, module)
     for x in batches() * epochs:
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
             loss = module.training_step(x, 0)

@@ -41,11 +41,11 @@ def test_ceil_never_saturates_and_is_the_smallest_that_does_not():
 def delayed_step(history, scale, element_max, margin, algorithm):
     """The transition in the words of its formula, on one operand, float64 and fp32 division."""
     last = history[0]
+    if last == 0:
+        return history, scale
     amax = max([last, *history[1:]]) if algorithm == "max" else last
     moved = [0.0, *history[2:], last] if len(history) > 1 else [0.0]
-    if amax > 0:
-        scale = min(float(statement.div32(element_max * 2.0**-margin, amax)), statement.FP32_MAX)
-    return moved, scale
+    return moved, min(float(statement.div32(element_max * 2.0**-margin, amax)), statement.FP32_MAX)
 
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
@@ -58,7 +58,7 @@ def test_delayed_scaling(element, length, margin, algorithm):
     expected = [([0.0] * length, 1.0) for _ in range(3)]
     for step in range(8):
         for _ in range(2):
-            amax = np.float32(10.0 ** rng.uniform(-44, 38, 3))
+            amax = np.float32(10.0 ** rng.uniform(-44, 38, 3)) * (step != 5)
             amax[step % 3] = [0, np.inf, np.nan][step % 3]
             history = scaling.record(history, amax)
             for (h, _), a in zip(expected, amax.tolist(), strict=True):

@@ -9,6 +9,7 @@ from blockfp.formats import Format
 
 torch = pytest.importorskip("torch")
 if torch.cuda.is_available():
+    from arrays import with_scales
     from blockfp.torch_backend.custom_ops import gated_kernels, gated_ops
     from blockfp.torch_backend.custom_ops.activations import activate, gate_and_up, gradients, joined
     from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
@@ -207,7 +208,7 @@ def test_compiled_and_captured(name):
     torch.manual_seed(0)
     layer = bfp.LayerNormMLP(256, 384, recipe=name, activation="swiglu", device="cuda", dtype=torch.bfloat16)
     x, gradient = (tensors((512, 256), "alone", "bfloat16", seed)[0] for seed in (0, 1))
-    down, hidden = layer.down, tensors((512, 384), "pairs", "bfloat16", 2)[0]
+    down, hidden = with_scales(layer).down, tensors((512, 384), "pairs", "bfloat16", 2)[0]
 
     def run(h):
         return gated_product(down, h, None, Gating("silu", "pairs"))

@@ -6,6 +6,7 @@ torch = pytest.importorskip("torch")
 F, attention, bfp = (pytest.importorskip(name) for name in ("torch.nn.functional", "torch.nn.attention", "blockfp.torch"))
 
 if torch.cuda.is_available():
+    from arrays import with_scales
     from blockfp.torch_backend.custom_ops import operand_ops
     from blockfp.torch_backend.torch_internals import KEEPS_RESULT
 
@@ -39,7 +40,7 @@ def test_attention_keeps_its_output(backend):
 def layer_of(recipe):
     torch.manual_seed(0)
     options = {"recipe": recipe, "norm": "rms_norm", "activation": "swiglu", "dtype": torch.bfloat16, "device": "cuda"}
-    layer = bfp.TransformerLayer(D, HIDDEN, 4, **options)
+    layer = with_scales(bfp.TransformerLayer(D, HIDDEN, 4, **options))
     x = torch.randn(1, T, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     return layer, x
 

@@ -8,6 +8,7 @@ from blockfp.formats import Format
 torch = pytest.importorskip("torch")
 if torch.cuda.is_available():
     import torch.nn.functional as F
+    from arrays import with_scales
     from blockfp.torch_backend.custom_ops import norm_kernels
     from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
     from blockfp.torch_backend.modules import fusing, layernorm_linear, multihead_attention
@@ -169,7 +170,7 @@ MAKERS = {
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("name", recipes.RECIPES)
 def test_layers(name, kind, dtype, monkeypatch):
-    make = lambda: MAKERS[kind](name, getattr(torch, dtype))  # noqa: E731
+    make = lambda: with_scales(MAKERS[kind](name, getattr(torch, dtype)))  # noqa: E731
     (ours, calls), (theirs, _) = (steps(make, fused, monkeypatch) for fused in (True, False))
     recipe = recipes.parse(name)
     if recipe.gradient.stochastic or recipe.gradient_columnwise.stochastic:
@@ -260,7 +261,7 @@ def test_models_that_convert_knows(name, monkeypatch):
         plain = torch.nn.Sequential(
             torch.nn.RMSNorm(256, eps=EPS), torch.nn.Linear(256, 512), torch.nn.SiLU(), torch.nn.Linear(512, 256)
         )
-        model = bfp.convert(plain.to("cuda", torch.bfloat16), name)
+        model = with_scales(bfp.convert(plain.to("cuda", torch.bfloat16), name))
         product = fusing.fused_norm_product
 
         def counted(*arguments, product=product):

@@ -108,8 +108,8 @@ def test_linear(recipe):
     tw = bfp_torch.quantize(torch.from_numpy(w), recipe.weight.format).requires_grad_()
     options = {"key": KEY}
     if recipe.delayed is not None:
-        one, history = torch.ones(()), torch.zeros(4)
-        options = {"state": bfp_torch.LinearState(history, one, history.clone(), one.clone())}
+        none, history = torch.zeros(()), torch.zeros(4)
+        options = {"state": bfp_torch.LinearState(history, none, history.clone(), none.clone())}
     ty = bfp_torch.linear(tx, tw, recipe=recipe, **options)
     ty.backward(torch.from_numpy(g))
     for got, want in zip((y, *gradients), (ty.detach(), tx.grad, tw.grad), strict=True):

@@ -1,5 +1,6 @@
 """`grouped_linear` against `linear` group by group, on one device and over meshes."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -189,6 +190,30 @@ HERE = (((19, 0), (40, 3)), ((30, 7), (0, 11)))
 STOCHASTIC = recipes.fp8_current().replace(
     weight=Cast("mxfp8_e4m3_32x32"), gradient=Cast("fp8_e5m2", stochastic=True), name="stochastic"
 )
+
+
+def test_groups_share_the_first_scale(arrays):
+    """It follows from the largest amax of any group; rows of no group don't count."""
+    x, w, g, _ = arrays
+    recipe, sizes, rows = recipes.fp8_delayed(history=4), jnp.asarray(SIZES), sum(SIZES)
+    x, g = (np.concatenate([a[:rows], 1e3 * np.ones_like(a[rows:])]) for a in (x, 1e-6 * g))
+    x, g, q = jnp.asarray(x), jnp.asarray(g), bfp.quantize_params(w, recipe)
+
+    @jax.jit
+    def gradients(state):
+        def loss(x, w):
+            y, _ = bfp.grouped_linear(x, w, group_sizes=sizes, recipe=recipe, state=state)
+            return (y * g).sum(), y
+
+        (_, y), found = bfp.value_and_grad(loss, (0, 1), has_aux=True)(x, q)
+        return y, *found
+
+    scales = (np.float32(most) / np.abs(a[:rows]).max() for most, a in ((448, x), (57344, g)))
+    start = bfp.delayed_state(recipe)
+    given = dataclasses.replace(start, **dict(zip(("input_scale", "gradient_scale"), map(jnp.float32, scales), strict=True)))
+    for one, other in zip(gradients(start), gradients(given), strict=True):
+        assert np.count_nonzero(one)
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize(

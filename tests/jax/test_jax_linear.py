@@ -208,8 +208,8 @@ def test_delayed_scaling(arrays):
         return y, dx, dw, bfp.update_scales(state, seen, recipe)
 
     y, dx, _, state = step(x, g, state)
-    assert_close(y, expected(arrays, recipe, np.float32(1))[0])
     x_amax, g_amax = np.abs(x).max(), np.abs(g).max()
+    assert_close(y, expected(arrays, recipe, np.float32(448) / x_amax)[0])
     np.testing.assert_array_equal(state.input_scale, np.float32(448) / x_amax)
     np.testing.assert_array_equal(state.gradient_scale, np.float32(57344) / g_amax)
     np.testing.assert_array_equal(state.input_amax_history, [0, x_amax])
@@ -220,6 +220,28 @@ def test_delayed_scaling(arrays):
     assert_close(dx, scaled(g, state.gradient_scale, "gradient") @ weight)
     assert_close(dw, scaled(g, state.gradient_scale, "gradient").T @ scaled(2 * x, state.input_scale, "input"))
     np.testing.assert_array_equal(after.input_scale, np.float32(448) / (2 * x_amax))
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_the_first_step_is_that_of_current_scaling(jitted, arrays):
+    """Gradients of 1e-6 would be zeros by a scale of 1."""
+    x, w, g = arrays[:3]
+    q = bfp.quantize_params(w, "fp8_delayed")
+
+    def gradients(x, w, g, state):
+        def loss(x, w):
+            y = bfp.linear(x, w, recipe="fp8_current" if state is None else "fp8_delayed", state=state)
+            y = y if state is None else y[0]
+            return (y * g).sum(), y
+
+        (_, y), found = bfp.value_and_grad(loss, argnums=(0, 1), has_aux=True)(x, w)
+        return y, *found
+
+    run = jax.jit(gradients) if jitted else gradients
+    found, wanted = (run(30 * x, q, 1e-6 * g, state) for state in (bfp.delayed_state("fp8_delayed"), None))
+    for one, other in zip(found, wanted, strict=True):
+        assert np.count_nonzero(one)
+        np.testing.assert_array_equal(one, other)
 
 
 def test_the_largest_gradient_of_several_uses_counts(arrays):

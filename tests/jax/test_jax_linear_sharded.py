@@ -122,6 +122,7 @@ def test_sequence_parallelism(recipe, way):
     ("recipe", "case"),
     [
         ("fp8_delayed", "FSDP 4 x TP 2, column"),
+        ("fp8_delayed", "FSDP 4 x TP 2, row"),
         ("fp8_current", "HSDP 2x4"),
         ("fp8_current", "FSDP 4 x TP 2, row"),
         ("fp8_block", "FSDP 4 x TP 2, column"),

@@ -27,12 +27,11 @@ def of_blockfp(frame):
 
 @contextmanager
 def alone():
-    """Hides other tests' layers with delayed scaling from optimizers, which ask all of them; they ask in any case."""
+    """Hides other tests' layers with delayed scaling from optimizers, which ask all of them."""
     from unittest import mock
     from weakref import WeakKeyDictionary
 
     from blockfp.torch_backend.linear import scale_watch
 
-    scale_watch._listen()
     with mock.patch.object(scale_watch, "_watched", WeakKeyDictionary()):
         yield

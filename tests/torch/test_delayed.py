@@ -1,7 +1,6 @@
 """Delayed scaling: histories, scales and their update, by hand and by optimizers."""
 
 import copy
-import gc
 
 import pytest
 import threaded
@@ -45,7 +44,7 @@ def test_what_is_not_finite_counts_as_nothing():
     layer(x)
     assert layer.input_amax_history[0] == 0
     bfp.update_scales(layer)
-    assert layer.input_scale == 1
+    assert layer.input_scale == 0
 
 
 def test_what_is_written_lies_like_the_buffers(monkeypatch):
@@ -87,98 +86,146 @@ def buffers_of(model):
     return [buffer.clone() for buffer in model.buffers()]
 
 
-def test_a_hook_is_a_call_after_each_step():
-    model, optimizer, backward = trained_by_others()
-    other, other_optimizer, other_backward = trained_by_others()
-    handle = bfp.update_scales_after(optimizer, model)
-    for _ in range(3):
-        backward()
-        optimizer.step()
-        bfp.update_scales(model)  # left alone: no second time
-        optimizer.zero_grad()
-        other_backward()
-        other_optimizer.step()
-        bfp.update_scales(other)
-        other_optimizer.zero_grad()
-    assert model[0].gradient_scale > 1
-    for a, b in zip(buffers_of(model), buffers_of(other), strict=True):
-        assert torch.equal(a, b)
-    handle.remove()
-    for _ in range(2):
-        backward()
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        if _ == 0:
-            optimizer.step()
-    with pytest.raises(RuntimeError, match=r"2 layers that it trains .* use bfp.AdamW"):
-        optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+def assert_equal(ours, theirs):
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("optimizer_class", [bfp.AdamW, bfp.Adam])
-def test_our_optimizers_update_scales(optimizer_class):
-    model = two_layers()
-    for called in (False, True, "before"):
-        one, other = copy.deepcopy(model), copy.deepcopy(model)
-        optimizer = optimizer_class(one.parameters(), lr=1e-3)
-        layers = [recorded(layer) for layer in other]
-        for _ in range(3):
-            # Accumulated: both microbatches count as one step.
-            for scale in (1e-6, 3e-6):
-                one_backward(one, scale)
-            histories = [layer.input_amax_history.clone() for layer in one]
-            if called == "before":
-                bfp.update_scales(one)
-            optimizer.step()
-            if called is True:
-                bfp.update_scales(one)
-            optimizer.zero_grad()
-            for i, (history, (kept, scale)) in enumerate(zip(histories, layers, strict=True)):
-                kept[0] = history[0]
-                layers[i] = scaling.update(kept, scale, Format.parse("fp8_e4m3").element, margin=0, algorithm="max")
-                assert torch.equal(one[i].input_amax_history, layers[i][0])
-                assert torch.equal(one[i].input_scale, layers[i][1])
-        assert all(layer.gradient_scale > 1e6 for layer in one)
-        assert one[0].weight.grad is None
+def moved(history, scale, element):
+    """What the definition makes of a history and a scale in a step."""
+    return scaling.update(history, scale, Format.parse(element).element, margin=0, algorithm="max")
 
 
 def recorded(layer):
-    return layer.input_amax_history.clone(), layer.input_scale.clone()
+    """Histories and scales of a layer, of its input and gradient."""
+    return [
+        (layer.input_amax_history.clone(), layer.input_scale.clone(), "fp8_e4m3"),
+        (layer.gradient_amax_history.clone(), layer.gradient_scale.clone(), "fp8_e5m2"),
+    ]
 
 
-def test_gradients_of_a_small_loss_are_seen_in_the_second_step():
-    """With a scale of 1 all of them would be zero for ever."""
-    layer = bfp.Linear(32, 16, recipe="fp8_delayed")
-    optimizer = bfp.AdamW(layer.parameters(), lr=1e-3)
-    for step in range(2):
-        (layer(values((4, 32), 0, scale=1.0)) * 1e-6).square().mean().backward()
-        assert (layer.weight.grad.abs().max() > 0) == (step > 0)
+def assert_moved(layers, before):
+    """The layers' state is what each history, which had all amaxes of the step, becomes by the definition."""
+    for layer, each in zip(layers, before, strict=True):
+        for (history, scale, element), (now, scale_now, _) in zip(each, recorded(layer), strict=True):
+            wanted = moved(history, scale, element)
+            assert history[0] > 0
+            assert torch.equal(now, wanted[0])
+            assert torch.equal(scale_now, wanted[1])
+
+
+@pytest.mark.parametrize("called", ["never", "before", "after", "by a hook"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop, bfp.AdamW, bfp.Adam])
+def test_every_optimizer_updates_scales(kind, called):
+    model = trained_by_others()[0]
+    optimizer = kind(model.parameters(), lr=1e-3)
+    handle = bfp.update_scales_after(optimizer, model) if called == "by a hook" else None
+    for _ in range(3):
+        # Accumulated: both microbatches count as one step.
+        for scale in (1.0, 3.0):
+            one_backward(model, scale)
+        before = [recorded(layer) for layer in model]
+        if called == "before":
+            bfp.update_scales(model)
         optimizer.step()
+        if called == "after":
+            bfp.update_scales(model)
         optimizer.zero_grad()
+        assert_moved(model, before)
+    assert all(layer.gradient_scale > 1 for layer in model)
+    if handle is not None:
+        handle.remove()
 
 
-def test_what_does_not_count_as_stale():
-    """Accumulation, evaluation, recomputed forwards, steps of other models, and the step in which states are made."""
+def test_what_is_no_step_leaves_the_histories():
+    """Evaluation, accumulation, steps of other models, of no gradients, and that which makes an optimizer's state."""
     model, optimizer, backward = trained_by_others()
-    get_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()))
-    for _ in range(4):
-        backward()
+    backward()
     optimizer.step()
+    before = buffers_of(model)
     model.eval()
     with torch.no_grad():
         model(values((4, 32), 1, scale=1.0))
+    optimizer.step()
     optimizer.zero_grad()
-    optimizer.step()  # no gradient
+    optimizer.step()
+    get_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()))
+    assert_equal(buffers_of(model), before)
+    backward()
+    backward()
     elsewhere = nn.Linear(2, 2)
     unrelated = torch.optim.SGD(elsewhere.parameters(), lr=0.1)
+    elsewhere(torch.ones(2)).sum().backward()
+    with_amaxes = [recorded(layer) for layer in model]
+    unrelated.step()
+    # Recomputed forwards record what they recorded before.
+    checkpoint(model, values((4, 32), 3, scale=2.0).requires_grad_(), use_reentrant=False).sum().backward()
+    for (history, scale, _), (now, scale_now, _) in zip(with_amaxes[0], recorded(model[0]), strict=True):
+        assert torch.equal(now[1:], history[1:])
+        assert torch.equal(scale_now, scale)
+
+
+def test_optimizers_of_parts_update_their_own_layers():
+    model, _, backward = trained_by_others()
+    first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model)
     for _ in range(3):
-        elsewhere(torch.ones(2)).sum().backward()
-        unrelated.step()
-    checkpoint(model, values((4, 32), 1, scale=1.0).requires_grad_(), use_reentrant=False).sum().backward()
-    bfp.update_scales(model)
-    optimizer.step()
-    backward()
-    with pytest.raises(RuntimeError, match="another step"):
+        backward()
+        before, waiting = [recorded(layer) for layer in model], buffers_of(model[1])
+        first.step()
+        assert_moved(model[:1], before[:1])
+        assert_equal(buffers_of(model[1]), waiting)
+        second.step()
+        assert_moved(model, before)
+
+
+class Wrapped(torch.optim.Optimizer):
+    """Optimizers within one, as ZeroRedundancyOptimizer and torchtitan have it."""
+
+    def __init__(self, params, **options):
+        params = list(params)
+        super().__init__(params, options)
+        self.inner = [torch.optim.SGD([param], **options) for param in params]
+
+    def step(self, closure=None):
+        for one in self.inner:
+            one.step()
+
+
+def test_of_optimizers_within_another_the_outer_one_counts(monkeypatch):
+    """The inner ones of different ranks hold different layers: ranks would not reduce the same amaxes together."""
+    model, _, backward = trained_by_others()
+    optimizer, updated = Wrapped(model.parameters(), lr=0.1), []
+    monkeypatch.setattr(delayed, "update_layers", lambda layers: updated.append(list(layers)))
+    for _ in range(2):
+        backward()
         optimizer.step()
+    assert updated == [list(model)] * 2
+
+
+def test_a_step_that_raised_hides_none_behind_it():
+    """An outer optimizer that is still there, and holds the same weights: the next forward sees the step, as one by hand."""
+    (model, optimizer, backward), (other, other_optimizer, other_backward) = trained_by_others(), trained_by_others()
+    outer = Wrapped(model.parameters(), lr=0.1)
+    outer.inner = [None]
+    with pytest.raises(AttributeError):
+        outer.step()
+    for _ in range(3):
+        backward()
+        optimizer.step()
+        other_backward()
+        other_optimizer.step()
+    bfp.update_scales(model)
+    assert_equal(buffers_of(model), buffers_of(other))
+
+
+def test_a_compiled_step_updates_scales():
+    torch._dynamo.reset()
+    model, optimizer, backward = trained_by_others()
+    step = torch.compile(optimizer.step, backend="eager")
+    for _ in range(2):
+        backward()
+        before = [recorded(layer) for layer in model]
+        step()
+        assert_moved(model, before)
 
 
 def by_data(parameter, gradient):
@@ -199,112 +246,51 @@ def replaced(parameter, gradient):
     parameter.data = new.copy_(parameter.data - 0.1 * gradient)
 
 
+def by_hand(model, write):
+    one_backward(model)
+    one_backward(model)  # accumulated
+    for parameter in model.parameters():
+        write(parameter, parameter.grad)
+        parameter.grad.zero_()
+
+
 @pytest.mark.parametrize("write", [by_data, in_place, at_once, replaced])
-def test_steps_of_others_than_torchs_optimizers_are_followed_up_or_refused(write):
-    model, _, backward = trained_by_others()
-
-    def step():
-        backward()
-        backward()  # accumulated
-        for parameter in model.parameters():
-            write(parameter, parameter.grad)
-            parameter.grad.zero_()
-
+def test_steps_by_hand_are_seen_by_the_next_forward(write):
+    model, other = trained_by_others()[0], trained_by_others()[0]
     for _ in range(3):
-        step()
-        bfp.update_scales(model)
-    assert model[0].gradient_scale > 1
-    for _ in range(2):
-        step()
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"call bfp.update_scales\(model\) after each step"):
-            backward()
-    with torch.no_grad():
-        model(values((4, 32), 3, scale=2.0))
+        by_hand(model, write)
+        by_hand(other, write)
+        bfp.update_scales(other)
+        with torch.no_grad():  # an evaluation sees the old scales, and changes nothing
+            model(values((4, 32), 1, scale=1.0))
+    assert other[0].gradient_scale > 1
+    # The last step's amaxes still wait.
     bfp.update_scales(model)
-    step()
+    assert_equal(buffers_of(model), buffers_of(other))
 
 
 def test_what_writes_weights_and_is_no_step():
-    """Loads, differences, weights that are drawn anew, and what an optimizer of torch does in its step."""
+    """Loads while a step is accumulated, and weights that are drawn or averaged where nothing was recorded."""
     model, _, backward = trained_by_others()
-    state = copy.deepcopy(model.state_dict())
-    for _ in range(3):
-        backward()
-        model.load_state_dict(state)
-    for _ in range(3):
-        with torch.no_grad():
-            model[0].weight += 1e-3
-        model(values((4, 32), 3, scale=2.0))
-    average = copy.deepcopy(model)
-    for _ in range(3):
-        average(values((4, 32), 3, scale=2.0))
-        average[0].weight.data.lerp_(model[0].weight.data, 0.5)
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=6)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = model(values((4, 32), 3, scale=2.0)).square().mean()
-        loss.backward()
-        return loss
-
-    for _ in range(2):
-        model[0].weight.data.mul_(0.9)
-        optimizer.step(closure)
-        bfp.update_scales(model)
+    with torch.no_grad():
+        model[0].weight += 1e-3
+    backward()
+    state, before = copy.deepcopy(model.state_dict()), [layer.input_amax_history.clone() for layer in model]
+    model.load_state_dict(state)
+    backward()
+    assert_equal([layer.input_amax_history for layer in model], before)
 
 
-def test_updates_within_closures_count():
-    model, optimizer, backward = trained_by_others()
-
-    def closure():
-        optimizer.zero_grad()
-        bfp.update_scales(model)
-        backward()
-
-    for _ in range(3):
-        optimizer.step(closure)
-    with pytest.raises(RuntimeError, match="another step"):
-        optimizer.step(backward)
-
-
-def test_frozen_layers_need_a_keeper():
+@pytest.mark.parametrize("optimizer", [bfp.AdamW, torch.optim.SGD])
+def test_frozen_layers_are_updated_by_any_step(optimizer):
     """Adapters beside frozen layers: no optimizer holds the weights whose inputs and gradients are cast."""
     layer, adapter = bfp.Linear(32, 32, recipe="fp8_delayed").requires_grad_(False), nn.Linear(32, 32)
-    optimizer = bfp.AdamW(adapter.parameters(), lr=1e-3)
-    model = nn.Sequential(adapter, layer)
-    one_backward(model)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="1 frozen layers"):
-        optimizer.step()
-    handle = bfp.update_scales_after(optimizer, model)
+    step, model = optimizer(adapter.parameters(), lr=1e-3), nn.Sequential(adapter, layer)
     for _ in range(3):
         one_backward(model)
-        optimizer.step()
-    assert layer.gradient_scale > 1
-    handle.remove()
-
-
-def test_a_model_that_nobody_has_any_more_refuses_no_step_of_another():
-    """Its layers wait for the garbage collector where the model refers to itself, with the amaxes of a last evaluation."""
-
-    def tuned():
-        layer, adapter = bfp.Linear(32, 32, recipe="fp8_delayed").requires_grad_(False), nn.Linear(32, 32)
-        model = nn.Sequential(adapter, layer)
-        optimizer = torch.optim.SGD(adapter.parameters(), lr=1e-3)
-        bfp.update_scales_after(optimizer, model)
-        for _ in range(3):
-            one_backward(model)
-            optimizer.step()
-        model(torch.ones(4, 32))
-        vars(layer)["within"] = model
-
-    gc.disable()
-    try:
-        for _ in range(2):
-            tuned()
-    finally:
-        gc.enable()
+        before = [recorded(layer)]
+        step.step()
+        assert_moved([layer], before)
 
 
 @pytest.mark.parametrize("optimizer", [bfp.AdamW, torch.optim.AdamW])
@@ -315,8 +301,6 @@ def test_an_optimizer_that_is_loaded_after_the_model_leaves_the_histories(optimi
         torch.manual_seed(seed)
         model = bfp.convert(nn.Sequential(nn.Linear(32, 32)), "fp8_delayed", weights="high_precision")
         found = optimizer(model.parameters(), lr=1e-3)
-        if optimizer is not bfp.AdamW:
-            bfp.update_scales_after(found, model)
         return model, found
 
     model, first = made(0)
@@ -364,8 +348,6 @@ def test_a_model_that_is_frozen_while_another_is_trained_may_be_trained_next(opt
     steps = []
     for model in (one, other):
         steps.append(optimizer(model.parameters(), lr=0.1))
-        if optimizer is torch.optim.SGD:
-            bfp.update_scales_after(steps[-1], model) if model is one else None
     other.requires_grad_(False)
     for _ in range(3):
         one(torch.ones(2, 8)).sum().backward()
@@ -373,3 +355,117 @@ def test_a_model_that_is_frozen_while_another_is_trained_may_be_trained_next(opt
     other.requires_grad_(True)
     other(torch.ones(2, 8)).sum().backward()
     steps[1].step()
+
+
+# ---- the first step
+
+
+KINDS = {
+    "codes": lambda recipe: nn.Sequential(bfp.Linear(64, 96, recipe=recipe), bfp.Linear(96, 64, recipe=recipe)),
+    "values": lambda recipe: bfp.Linear(64, 64, recipe=recipe, weights="high_precision"),
+    "behind an activation": lambda recipe: bfp.LayerNormMLP(64, 96, recipe=recipe, activation="swiglu"),
+    "behind a norm": lambda recipe: bfp.LayerNormLinear(64, 64, recipe=recipe, norm="rms_norm"),
+}
+
+
+def first_gradients(kind, recipe, compiled, loss_scale=1e-6):
+    with threaded.seeded(0):
+        model = KINDS[kind](recipe)
+    x = values((48, 64), 5, scale=30.0).requires_grad_()
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    y = run(x)
+    (y.square().mean() * loss_scale).backward()
+    return model, [y, x.grad, *(one.grad for one in model.parameters())]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_step_is_that_of_current_scaling(kind, compiled):
+    torch._dynamo.reset()
+    model, found = first_gradients(kind, "fp8_delayed", compiled)
+    _, wanted = first_gradients(kind, "fp8_current", compiled)
+    assert all(one.count_nonzero() > 0 for one in found)
+    assert_equal(found, wanted)
+    assert all(history[0] > 0 for name, history in model.named_buffers() if name.endswith("history"))
+    # The second begins with scales, and records.
+    bfp.update_scales(model)
+    assert all(0 < scale != 1 for name, scale in model.named_buffers() if name.endswith("scale"))
+
+
+def test_a_zero_gradient_gives_no_scale():
+    """Behind weights of 0 (of an output projection, of LoRA) the first gradients are 0, and the next ones may be tiny."""
+    first, last = bfp.Linear(32, 32, recipe="fp8_delayed"), nn.Linear(32, 32, bias=False)
+    nn.init.zeros_(last.weight)
+    model, current = nn.Sequential(first, last), copy.deepcopy(first)
+    bfp.set_recipe(current, None, "fp8_current")
+    optimizer = torch.optim.SGD(last.parameters(), lr=1.0)
+    one_backward(model)
+    optimizer.step()
+    bfp.update_scales(model)
+    assert first.gradient_scale == 0 < first.input_scale
+    first.weight.grad = None
+    for layer in (first, current):
+        layer(values((4, 32), 3, scale=2.0)).backward(values((4, 32), 4, scale=1e-9))
+    assert first.weight.grad.count_nonzero() > 0
+    assert torch.equal(first.weight.grad, current.weight.grad)
+
+
+def test_one_recompilation_when_scales_are_there():
+    torch._dynamo.reset()
+    model, optimizer, _ = trained_by_others()
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(model, backend=counter)
+    for _ in range(4):
+        compiled(values((4, 32), 3, scale=2.0)).square().mean().backward()
+        optimizer.step()
+    assert counter.frame_count == 2
+
+
+def grouped(recipe, counts, x):
+    with threaded.seeded(0):
+        layer = bfp.GroupedLinear(len(counts), 32, 16, recipe=recipe)
+    y = layer(x, counts)
+    (y * 1e-6).sum().backward()
+    return layer, y
+
+
+@pytest.mark.parametrize("bad", [None, float("inf"), float("nan")])
+def test_groups_share_the_first_scale(bad):
+    """Groups of amax 3, 5 and 4: all are multiplied as the second is, which is that of a group of its own."""
+    counts = [5, 0, 7, 4]
+    x = values((16, 32), 1, scale=1.0)
+    for rows, amax in zip(x.split(counts), (3.0, 1.0, 5.0, 4.0), strict=True):
+        rows.mul_(0).add_(amax * 0.37)
+        rows[:1, 0] = amax
+    if bad is not None:
+        x[-1, 3] = bad  # in the last group, whose amax counts as 0 then, or as before
+    layer, y = grouped("fp8_delayed", counts, x)
+    assert layer.input_amax_history[0] == 5
+    # Rows that have the largest amax in each group: then current scaling, of groups, multiplies by the same.
+    alike = x.clone()
+    for rows in alike.split(counts):
+        rows[:1, 1] = 5.0
+    _, wanted = grouped("fp8_current", counts, alike)
+    first = [0, 5, 12]
+    same = [row for row in range(16) if row not in first and row < (12 if bad is not None else 16)]
+    assert torch.equal(y[same], wanted[same])
+
+
+def test_loaded_scales_are_taken_and_functional_calls_look_at_theirs():
+    model, optimizer, backward = trained_by_others()
+    fresh = copy.deepcopy(model)
+    backward()
+    optimizer.step()
+    x = values((4, 32), 7, scale=1e-3)
+    loaded = copy.deepcopy(fresh)
+    loaded.load_state_dict(model.state_dict())
+    assert loaded[0].has_scales
+    assert torch.equal(loaded(x), model(x))
+    untrained = {**dict(model.named_parameters()), **dict(fresh.named_buffers())}
+    found = torch.func.functional_call(model, untrained, (x,))
+    fresh.load_state_dict(
+        {**fresh.state_dict(), **{name: one for name, one in model.state_dict().items() if "weight" in name or "bias" in name}}
+    )
+    assert not fresh[0].has_scales
+    assert torch.equal(found, fresh(x))
+    assert not torch.equal(found, model(x))

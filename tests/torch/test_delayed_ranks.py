@@ -53,6 +53,32 @@ def test_ranks_share_scales(how, shape):
         assert buffers[0][-1] == largest
 
 
+def by_hand(rank, shape):
+    """Two steps that no optimizer takes, and the forward that sees the last of them."""
+    with threaded.seeded(0):
+        model = nn.Sequential(*(bfp.Linear(32, 32, recipe="fp8_delayed", weights="high_precision") for _ in range(2)))
+    fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :]))
+    for step in range(3):
+        y = model(values((4, 32), 10 * step + rank, scale=10.0**rank))
+        if step < 2:
+            y.sum().backward()
+            for parameter in model.parameters():
+                parameter.data.add_(parameter.grad, alpha=-1e-3)
+    return [buffer.clone() for buffer in model.buffers()]
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_ranks_share_scales_after_steps_by_hand(shape):
+    results = threaded.run(4, by_hand, shape)
+    amaxes = [max(values((4, 32), 10 * step + rank, scale=10.0**rank).abs().max() for rank in range(4)) for step in range(2)]
+    for buffers in results:
+        for a, b in zip(buffers, results[0], strict=True):
+            # Of the last forward each rank has its own amax still.
+            assert torch.equal(a[1:], b[1:]) if a.ndim else torch.equal(a, b)
+        assert buffers[1] == torch.tensor(448.0) / max(amaxes)
+        assert buffers[0][-2:].tolist() == amaxes
+
+
 # Which model's forward runs is known to DDP once for the process: ranks that are threads take turns.
 DDP_FORWARD = threading.Lock()
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from arrays import values
+from arrays import values, with_scales
 from blockfp.torch_backend.custom_ops import gated_ops
 from blockfp.torch_backend.custom_ops.activations import activate, gate_and_up, gradients, joined
 from blockfp.torch_backend.linear.activation_function import ActivationFunction
@@ -77,7 +77,7 @@ def test_layers(name, layout):
     """Output, gradients and state of two steps, with every activation and dtype."""
     for activation in ACTIVATIONS:
         for dtype in DTYPES if activation == "silu" else DTYPES[1:2]:
-            layer = bfp.Linear(48, 32, recipe=name, dtype=dtype)
+            layer = with_scales(bfp.Linear(48, 32, recipe=name, dtype=dtype))
             other = copy.deepcopy(layer)
             for seed in range(2):
                 gate, up, way = operands(layout, dtype, seed=seed)
@@ -139,7 +139,7 @@ def test_gradients_of_gradients():
         found = []
         for fused in (True, False):
             torch.manual_seed(0)
-            layer = bfp.Linear(48, 32, recipe=name)
+            layer = with_scales(bfp.Linear(48, 32, recipe=name))
             gate, up, way = operands("halves", torch.float32)
             y = fused_product(layer, gate, up, Gating("gelu", way)) if fused else layer(plain(gate, up, "gelu", "halves"))
             gradient = values(y.shape, 3, y.dtype).requires_grad_()

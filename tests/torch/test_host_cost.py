@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from arrays import values
+from arrays import values, with_scales
 from counted import alone, of_blockfp, profiled
 
 import blockfp.torch as bfp
@@ -73,6 +73,7 @@ def entered(call):
 @pytest.mark.parametrize("where", MOST)
 def test_functions_entered_by_a_layer(name, where):
     layer, x = bfp.Linear(128, 128, recipe=name, dtype=torch.bfloat16), values((128, 128), 0, torch.bfloat16).requires_grad_()
+    with_scales(layer)
     with standin.launches() if where == "cuda" else nullcontext():
         y = layer(x)
         gradient = torch.ones_like(y)
@@ -94,6 +95,7 @@ def test_no_layer_checks_twice():
 def test_operations_of_torch(name):
     layer = bfp.Linear(128, 128, bias=False, recipe=name, dtype=torch.bfloat16)
     x = values((128, 128), 0, torch.bfloat16).requires_grad_()
+    with_scales(layer)
     with standin.launches():
         y = layer(x)
         gradient = torch.ones_like(y)
@@ -116,6 +118,8 @@ def step_of(name, layers, where):
     model = torch.nn.Sequential(*(bfp.Linear(32, 32, recipe=name) for _ in range(layers)))
     optimizer, x = bfp.AdamW(model.parameters()), values((32, 32), 0)
 
+    with_scales(model)  # kernels that stand in for others find none
+
     def step():
         model(x).sum().backward()
         optimizer.step()
@@ -124,7 +128,7 @@ def step_of(name, layers, where):
         return [sum(entered(call)[0].values()) for call in (step, optimizer.step)]
 
 
-@pytest.mark.parametrize(("where", "most"), [("cpu", (7, 4)), ("cuda", (9, 2))])
+@pytest.mark.parametrize(("where", "most"), [("cpu", (6, 3)), ("cuda", (8, 1))])
 def test_delayed_scaling_costs_little_more(where, most):
     """What one layer more adds to a small model's step, and to its optimizer's, in functions entered."""
     each = {}

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from arrays import values
+from arrays import values, with_scales
 from blockfp.torch_backend.linear import grouped_function, linear_function, operands
 from blockfp.torch_backend.torch_internals import KEEPS_RESULT, VIEWS
 from torch import nn
@@ -64,7 +64,8 @@ def gated_bytes(name):
 
 def transformer(name, dtype=torch.bfloat16, **options):
     torch.manual_seed(0)
-    return bfp.TransformerLayer(D, F_, 4, recipe=name, norm="rms_norm", activation="swiglu", dtype=dtype, **options)
+    layer = bfp.TransformerLayer(D, F_, 4, recipe=name, norm="rms_norm", activation="swiglu", dtype=dtype, **options)
+    return with_scales(layer)
 
 
 class Mlp(nn.Module):

@@ -7,6 +7,7 @@ from blockfp import recipes
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
+from arrays import with_scales  # noqa: E402
 from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix  # noqa: E402
 from blockfp.torch_backend.linear import norm_function  # noqa: E402
 from blockfp.torch_backend.linear.linear import call_of, check_tensors  # noqa: E402
@@ -65,7 +66,7 @@ def own_backward(monkeypatch):
 def layers(name, affine=True):
     torch.manual_seed(0)
     norm = torch.nn.RMSNorm(64, eps=EPS, elementwise_affine=affine, dtype=torch.bfloat16)
-    layer = bfp.Linear(64, 96, recipe=name, dtype=torch.bfloat16)
+    layer = with_scales(bfp.Linear(64, 96, recipe=name, dtype=torch.bfloat16))
     if affine:
         norm.weight.data.uniform_(-2, 2)
     return norm, layer

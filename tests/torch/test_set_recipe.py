@@ -131,7 +131,7 @@ def test_state_of_a_recipe_is_carried_over_or_begins_anew():
     assert torch.equal(model[0].step, step)
     bfp.set_recipe(model, optimizer, recipes.fp8_delayed(history=4))
     assert model[0].rng_key is None
-    assert set(scale_watch.delayed_layers(model)) == set(scale_watch.layers_of(optimizer)) == {model[0], model[2], model[4]}
+    assert set(scale_watch.delayed_layers(model)) == set(scale_watch.concerned_by(optimizer)) == {model[0], model[2], model[4]}
     train(model, optimizer, range(3))
     history, scale = model[0].input_amax_history.clone(), model[0].input_scale.clone()
     assert scale != 1
@@ -141,10 +141,10 @@ def test_state_of_a_recipe_is_carried_over_or_begins_anew():
     assert torch.equal(model[0].input_scale, scale)
     bfp.set_recipe(model, optimizer, "fp8_delayed")
     assert model[0].input_amax_history.shape == (1024,)
-    assert model[0].input_scale == 1
+    assert model[0].input_scale == 0
     bfp.set_recipe(model, optimizer, "fp8_current")
     assert not scale_watch.delayed_layers(model)
-    assert not scale_watch.layers_of(optimizer)
+    assert not scale_watch.concerned_by(optimizer)
     assert set(model.state_dict()) == set(made("fp8_current").state_dict())
     train(model, optimizer, range(3))
 

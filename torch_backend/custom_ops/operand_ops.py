@@ -1,7 +1,8 @@
-"""The custom op that quantizes an operand of a matrix product: rowwise, columnwise, or both from one read.
+"""The custom ops that quantize an operand of a matrix product: rowwise, columnwise, or both from one read.
 
     blockfp::quantize_operand   (x, row, column, amax, multiplier, row_key, column_key, rotate, eps, align_row, align_column)
                                 -> [row parts .., column parts .., amax where a multiplier is given]
+    blockfp::delayed_multiplier (scale, amax, format, eps) -> float32 (), what delayed scaling multiplies with
 
 Columnwise is rowwise of x transposed, so scales run along the rows of x and codes lie transposed. Parts are codes, scales and,
 for formats of two levels, tensor_scale. `row` and `column` are names of formats, None where the direction isn't wanted. The
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from blockfp.definition import scaling
 from blockfp.formats import Format
 
 from .cuda_layouts import empty_aligned
@@ -26,6 +28,9 @@ _op = define(
     "quantize_operand(Tensor x, str? row, str? column, Tensor? amax=None, Tensor? multiplier=None, Tensor? row_key=None, "
     "Tensor? column_key=None, bool rotate=False, float eps=0.0, bool align_row=False, bool align_column=False) -> Tensor[]"
 )
+
+delayed_multiplier = define("delayed_multiplier(Tensor scale, Tensor amax, str format, float eps) -> Tensor")
+"""See `scaling.delayed_multiplier`; amax is int32 [1]. An op, since compilers would trace all of its integer arithmetic."""
 
 
 class Directions(NamedTuple):
@@ -74,8 +79,8 @@ def quantize_operand(
     return Directions(parts[:first], parts[first:], recorded)
 
 
-def tensor_amax(x: Tensor) -> Tensor:
-    """Largest magnitude of x, NaN ignored, as int32 [1] of fp32 bits, in plain torch operations.
+def tensor_amax(x: Tensor, *, by_row: bool = False) -> Tensor:
+    """Largest magnitude of x, or of each of its rows, NaN ignored, as int32 [1 or rows] of fp32 bits, in plain operations.
 
     For compiled code, where it is fused with what makes x. It looks at the bits of x's own dtype: a comparison of floats might
     see values that were not yet rounded to it.
@@ -83,8 +88,9 @@ def tensor_amax(x: Tensor) -> Tensor:
     words = torch.int32 if x.dtype is torch.float32 else torch.int16
     magnitude = x.view(words) & torch.iinfo(words).max
     infinity = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}[x.dtype]
-    largest = torch.where(magnitude > infinity, torch.zeros_like(magnitude), magnitude).amax()
-    return largest.view(x.dtype).to(torch.float32).view(torch.int32).view(1)
+    largest = torch.where(magnitude > infinity, torch.zeros_like(magnitude), magnitude)
+    largest = largest.amax(-1) if by_row else largest.amax().view(1)
+    return largest.view(x.dtype).to(torch.float32).view(torch.int32)
 
 
 def empty_directions(x: Tensor, shape: Sequence[int], names: tuple[str | None, str | None], aligned: Aligned) -> list[Tensor]:
@@ -116,3 +122,13 @@ def _quantize_operand_fake(
 ) -> list[Tensor]:  # fmt: skip
     parts = empty_directions(x, x.shape, (row, column), (align_row, align_column))
     return parts if multiplier is None else [*parts, x.new_empty((1,), dtype=torch.int32)]
+
+
+@impl(delayed_multiplier)
+def _delayed_multiplier(scale, amax, format, eps) -> Tensor:
+    return scaling.delayed_multiplier(scale, amax.view(()), Format.parse(format), eps)
+
+
+@fake(delayed_multiplier)
+def _delayed_multiplier_fake(scale, amax, format, eps) -> Tensor:
+    return torch.empty_like(scale)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class Call:
         takes_axes: whether x may have any number of axes for the layer's autograd function: that of one rank, of a direct call
             without groups. Each view outside of it would be a node of the graph.
         dtype: to which x and the parameters are cast by autocast; None outside of it.
+        has_scales: whether delayed scaling's scales are known to be above 0.
         eps: the recipe's, out of its text: a number that an object holds compilers may leave open (`dynamic=True`).
     """
 
@@ -54,12 +56,18 @@ class Call:
     aligns: Aligned
     takes_axes: bool
     dtype: torch.dtype | None
+    has_scales: bool
     eps: float
 
 
 def groups_of(x: Tensor, counts: Sequence[int] | None) -> list[tuple[int | None, Tensor]]:
     """(index, rows) of each group; one group without index where there are no counts."""
     return [(None, x)] if counts is None else list(enumerate(x.split(list(counts))))
+
+
+def ends_of(counts: Sequence[int] | None, x: Tensor) -> Tensor:
+    """The groups' ends from how many rows each has, int32 beside x."""
+    return torch.tensor(list(accumulate(counts or ())), dtype=torch.int32, device=x.device)
 
 
 def keys_of_gradient(ctx: Any, gradient: Tensor, *, now: bool = False, single: bool = False) -> Tensor:

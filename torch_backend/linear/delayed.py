@@ -1,11 +1,14 @@
 """Delayed scaling: casts use the scale of earlier steps and record amaxes, which become new scales after each optimizer step.
 
-`AdamW` and `Adam` update the scales of the layers whose weights they hold; `update_scales_after` makes any optimizer do it; and
-`update_scales` is the step by hand (`scale_watch` says which layer is whose, and refuses steps that nobody follows up).
+A hook behind the step of every torch optimizer updates the scales of the layers that the step concerns
+(`scale_watch.concerned_by`). Weights that were written by no such step, by hand say, are noticed by the layer's next forward.
+An operand that recorded nothing since its last update is left alone, so that an update may come too often, but not too late.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -15,19 +18,23 @@ from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from blockfp.definition import scaling
 from blockfp.definition.bits import INFINITY
 from blockfp.formats import ElementFormat
-from blockfp.recipes import Delayed, Recipe
+from blockfp.recipes import Delayed, Operand, Recipe
 
 from ..custom_ops import cuda, cuda_delayed
 from ..custom_ops.collectives import max_reduce
 from ..custom_ops.kernels import kernels_for
+from ..custom_ops.library import outside_graphs
+from ..custom_ops.operand_ops import delayed_multiplier, tensor_amax
 from ..quantized_tensor import sharding
 from ..torch_internals import dispatch_modes, foreach_copy_, uncounted
 from . import scale_watch
+from .call import Call, ends_of
 from .recipe_layer import RecipeLayer
 from .scale_watch import delayed_layers
 
@@ -48,13 +55,55 @@ def record(history: Tensor, amax: Tensor, *, now: bool = False) -> None:
     newest.copy_(torch.maximum(newest, finite))
 
 
+def multiplier(
+    x: Tensor,
+    scale: Tensor | None,
+    call: Call,
+    operand: Operand,
+    *,
+    counts: Sequence[int] | None = None,
+    offs: Tensor | None = None,
+    group: str | None = None,
+) -> Tensor | None:
+    """Returns what an operand is multiplied with, float32 (): its scale, or that of its current amax where there is none yet.
+
+    Args:
+        x: the operand, [tokens, features].
+        scale: of delayed scaling, or None.
+        call: of the layer.
+        operand: which one x is.
+        counts, offs: how many rows each of x's groups has, or where each ends. All share the scale; a group whose amax isn't
+            finite counts as 0, as it is recorded.
+        group: of the ranks that share the amax; each rank of it calls this alike.
+    """
+    recipe = call.recipe
+    format = recipe.cast(operand).format or recipe.cast(operand, "columnwise").format
+    if scale is None or call.has_scales or format is None:
+        return scale
+    offs = ends_of(counts, x) if counts is not None else offs
+    x = x if call.traced else x.detach().resolve_neg()
+    if not x.numel():
+        amax = x.new_zeros(1, dtype=torch.int32)
+    elif offs is None:
+        amax = tensor_amax(x)
+    else:
+        group_of_row = torch.bucketize(torch.arange(x.shape[0], dtype=torch.int32, device=x.device), offs, right=True)
+        # Rows past the last end are in a group of their own, which doesn't count.
+        none = x.new_zeros(offs.shape[0] + 1, dtype=torch.int32)
+        amaxes = none.scatter_reduce(0, group_of_row, tensor_amax(x, by_row=True), "amax")
+        amax = torch.where(amaxes >= INFINITY, none, amaxes)
+        amax = torch.cat([amax[:-1], none[:1]]).amax().view(1)
+    amax = max_reduce(amax, () if group is None else (group,))
+    return delayed_multiplier(scale, amax, format.name, call.eps)
+
+
 def update_scales(model: nn.Module) -> None:
     """Updates the scales by hand: amaxes that were recorded since the last time become the scales of the next casts.
 
-    `AdamW`, `Adam` and `update_scales_after` make this call needless: layers that they update are left alone. Otherwise call it
-    once per optimizer step, on every rank alike. The newest amaxes of all layers are max-reduced together, one collective for
-    each axis of the mesh over which a layer's weight lies (FSDP2), or over the ranks of DDP. Layers without delayed scaling are
-    left alone, so it may be called for any model.
+    Steps of torch's optimizers do it by themselves, and so does the forward behind a step that was written by hand. Call it,
+    on every rank alike, where neither sees the step: in a compiled model that is trained by hand. Layers that recorded nothing
+    since their last update, or have no delayed scaling, are left alone. The newest amaxes of all layers are max-reduced
+    together, one collective for each axis of the mesh over which a layer's weight lies (FSDP2), or over the ranks of DDP.
 
     Raises:
         ValueError: the model is wrapped by DDP that broadcasts buffers, which would overwrite the amaxes of all ranks but one.
@@ -62,15 +111,14 @@ def update_scales(model: nn.Module) -> None:
     layers = delayed_layers(model)
     replicas = model if isinstance(model, DistributedDataParallel) else None
     check_buffers(layers, replicas)
-    update_layers(scale_watch.by_hand(layers), replicas)
+    update_layers(layers, replicas)
 
 
 def update_scales_after(optimizer: Optimizer, model: nn.Module) -> RemovableHandle:
-    """Makes an optimizer update the scales of delayed scaling after each of its steps.
+    """Makes an optimizer update the scales of all layers of a model after each of its steps.
 
-    For optimizers other than `AdamW` and `Adam` of this library, and for layers that are trained through while their weights
-    are frozen (LoRA), which no optimizer holds. Layers without delayed scaling are left alone. A step that a gradient scaler
-    skips is none.
+    Every torch optimizer does it for the layers whose weights it holds and for frozen ones; this adds layers that no optimizer
+    holds though their weights ask for gradients. A step that a gradient scaler skips is none.
 
     Args:
         optimizer: any `torch.optim.Optimizer`.
@@ -90,29 +138,13 @@ def update_scales_after(optimizer: Optimizer, model: nn.Module) -> RemovableHand
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}: after steps of another "
-            "(fastai's, Keras') call bfp.update_scales(model) by hand"
+            "(fastai's, Keras') the next forward updates the scales by itself"
         )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not delayed_layers(model):
         raise ValueError("no layer of model has delayed scaling: there is nothing to update after a step")
-    keeper = _After(model)
-    scale_watch.keep(delayed_layers(model), keeper)
-    return optimizer.register_step_post_hook(keeper)
-
-
-class _After:
-    """The hook of `update_scales_after`; as long as it lives its layers are its own."""
-
-    def __init__(self, model: nn.Module):
-        self.model = model
-
-    def __call__(self, optimizer: Optimizer, *_) -> None:
-        layers = delayed_layers(self.model)
-        scale_watch.keep(layers, self)
-        replicas = self.model if isinstance(self.model, DistributedDataParallel) else None
-        check_buffers(layers, replicas)
-        update_layers(layers, replicas, made_up=not scale_watch.moves(optimizer))
+    return optimizer.register_step_post_hook(lambda *_: update_scales(model))
 
 
 def check_buffers(layers: Sequence[RecipeLayer], replicas: DistributedDataParallel | None = None) -> None:
@@ -129,25 +161,102 @@ def check_buffers(layers: Sequence[RecipeLayer], replicas: DistributedDataParall
         )
 
 
+# ---- behind the steps of optimizers
+
+_turn = threading.local()
+"""Has `outermost`, a weak reference to the optimizer whose step a thread is in."""
+
+
+def _outermost() -> Optimizer | None:
+    return getattr(_turn, "outermost", lambda: None)()
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if scale_watch.several_ranks():
+        check_buffers(scale_watch.concerned_by(optimizer))
+    outer = _outermost()
+    if outer is None or not _holds(outer, optimizer):
+        _turn.outermost = weakref.ref(optimizer)
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    (_follow_outside if torch.compiler.is_compiling() else _follow)(optimizer)
+
+
+def _follow(optimizer: Optimizer) -> None:
+    """Updates the layers that a step concerns; of optimizers in each other (ZeroRedundancyOptimizer) the outermost counts."""
+    outer = _outermost()
+    if outer is optimizer:
+        _turn.outermost = lambda: None
+    elif outer is not None and _holds(outer, optimizer):
+        return
+    layers = scale_watch.concerned_by(optimizer)
+    if layers:
+        update_layers(layers)
+
+
+_follow_outside = outside_graphs(_follow)
+
+
+def _holds(outer: Optimizer, inner: Optimizer) -> bool:
+    own, others = ({id(param) for group in one.param_groups for param in group["params"]} for one in (outer, inner))
+    return others <= own
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)
+
+
+# ---- the update
+
+
 @torch.no_grad()
-def update_layers(
-    layers: Sequence[RecipeLayer], replicas: DistributedDataParallel | None = None, *, made_up: bool = False
-) -> None:
+def update_layers(layers: Sequence[RecipeLayer], replicas: DistributedDataParallel | None = None) -> None:
     """Updates the scales of these layers, in an order that is the same on every rank.
 
     Args:
         layers: with delayed scaling.
         replicas: the DDP model that they are of; by default the one that is found.
-        made_up: whether the step may be one without a forward, that makes an optimizer's state (`scale_watch.moves`). It waits
-            for the device then, and leaves everything where no amax was recorded: the histories may have been loaded before.
     """
     found = scale_watch.replicas_of(layers) if replicas is None else [replicas] * len(layers)
-    together = _together(layers, found)
-    newest = [max_reduce(_newest(some), groups) if groups or made_up else None for (groups, _), some in together.items()]
-    if made_up and not any(bool((one > 0).any()) for one in newest if one is not None):
+    for (groups, _), some in _together(layers, found).items():
+        _update(some, max_reduce(_newest(some), groups) if groups else None)
+    for layer in layers:
+        layer.note_updated()
+    _look_for_scales([layer for layer in layers if not layer.has_scales])
+
+
+def _look_for_scales(layers: Sequence[RecipeLayer]) -> None:
+    """Tells layers that they have scales. No GPU is waited for: read is what was copied from there in the update before."""
+    on_gpu = []
+    for layer in layers:
+        buffers: Any = layer._buffers
+        scales = [buffers[kind.scale] for kind in _scaled(layer.linear_recipe)]
+        if not scales or any(type(scale) is not Tensor or scale.is_meta for scale in scales):
+            continue
+        if scales[0].device.type == "cpu":
+            layer.note_scales(all(bool(scale > 0) for scale in scales))
+        elif not torch.cuda.is_current_stream_capturing():
+            on_gpu.append((layer, torch.stack(scales).min()))
+    if not on_gpu:
         return
-    for some, amaxes in zip(together.values(), newest, strict=True):
-        _update(some, amaxes)
+    for layer, _ in on_gpu:
+        before = _copied.pop(layer, None)
+        if before is not None:
+            before[1].synchronize()
+            layer.note_scales(bool(before[0] > 0))
+    waiting = [(layer, least) for layer, least in on_gpu if not layer.has_scales]
+    if waiting:
+        copied = torch.stack([least for _, least in waiting]).to("cpu", non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        _copied.update((layer, (least, done)) for (layer, _), least in zip(waiting, copied.unbind(), strict=True))
+
+
+_copied: weakref.WeakKeyDictionary[RecipeLayer, tuple[Tensor, torch.cuda.Event]] = weakref.WeakKeyDictionary()
+"""The least of a layer's scales on its way to the host, and when it is there."""
 
 
 class _Scaled(NamedTuple):

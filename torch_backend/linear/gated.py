@@ -27,7 +27,8 @@ switch.when_turned(_calls.clear)
 def takes(gate: Tensor, up: Tensor | None, weight: Tensor, recipe: Recipe, state: LinearState | None) -> bool:
     """Says whether `gated` computes what the activation and `linear` would.
 
-    It doesn't where the values of what the activation makes are wanted (by `observe`, by operands in high precision),
+    It doesn't where the values of what the activation makes are wanted (by `observe`, by operands in high precision, for the
+    amax where delayed scaling has no scale yet),
     in transforms of torch.func, under torch.jit.trace, under an autocast to another dtype, or with DTensors. Nor where `linear`
     would raise.
     """
@@ -35,7 +36,7 @@ def takes(gate: Tensor, up: Tensor | None, weight: Tensor, recipe: Recipe, state
         return False
     if functorch_is_active() or jit_traces():
         return False
-    if state is not None and state.observed is not None:
+    if state is not None and (state.observed is not None or (state.input_scale is not None and not state.has_scales)):
         return False
     kind = gate.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is not gate.dtype:

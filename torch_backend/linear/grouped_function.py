@@ -12,7 +12,7 @@ share the layer have experts of their own; each expert they share by `shared_fun
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +27,7 @@ from ..custom_ops.library import runs_now
 from ..quantized_tensor.own_ops import experts_parts
 from ..torch_internals import apply_of, dispatch_modes
 from .call import Call, keys_of_gradient
-from .delayed import record
+from .delayed import multiplier, record
 from .operands import apart
 from .second_order import backward_with_graph, plus, save_for_graph, taken
 from .weight_operands import weight_operand
@@ -39,11 +39,6 @@ def takes(call: Call, observed: Tensor | None) -> bool:
     Those look at single groups: ranks that share each expert find the amaxes of a group together, and `observe` measures each.
     """
     return observed is None and (call.parallel is None or call.parallel.style == "experts")
-
-
-def ends_of(counts: Sequence[int] | None, x: Tensor) -> Tensor:
-    """The groups' ends from how many rows each has, int32 beside x."""
-    return torch.tensor(list(accumulate(counts or ())), dtype=torch.int32, device=x.device)
 
 
 def counts_of(offs: Tensor, x: Tensor) -> list[int]:
@@ -78,16 +73,18 @@ class GroupedFunction(torch.autograd.Function):
         recipe = call.recipe
         columnwise = recipe.input_columnwise if call.needs[1] else HIGH_PRECISION
         w = weight_operand(weight, call.stored, recipe.weight, call.parallel)
-        multiplier = input_scale if recipe.input.format is not None or columnwise.format is not None else None
+        given = input_scale if recipe.input.format is not None or columnwise.format is not None else None
+        if given is not None and not call.has_scales:
+            given = multiplier(x, input_scale, call, "input", offs=offs, group=_group_of(call))
         now = call.direct and not dispatch_modes()
-        arguments: Any = (x, *_taken_apart(w.parts, call, now), offs, bias, multiplier, recipe.text, call.needs[1])
+        arguments: Any = (x, *_taken_apart(w.parts, call, now), offs, bias, given, recipe.text, call.needs[1])
         if now:
             y, words, *kept = grouped_ops.forward_now(*arguments)
         elif torch.compiler.is_compiling():
             y, words, *kept = grouped_ops.forward_apart(*arguments, again=apart(x))
         else:
             y, words, *kept = grouped_ops.forward(*arguments)
-        if multiplier is not None:
+        if given is not None:
             if call.training and input_amax_history is not None:
                 record_groups(input_amax_history, kept[-1])
             kept = kept[:-1]
@@ -122,14 +119,17 @@ class GroupedFunction(torch.autograd.Function):
         rowwise = recipe.gradient if needs_x else HIGH_PRECISION
         columnwise = recipe.gradient_columnwise if needs_weight else HIGH_PRECISION
         keyed = rowwise.stochastic or columnwise.stochastic
-        multiplier = ctx.scale if rowwise.format is not None or columnwise.format is not None else None
+        given = ctx.scale if rowwise.format is not None or columnwise.format is not None else None
+        if given is not None and not call.has_scales:
+            offs = words[: ctx.shape[0]]
+            given = multiplier(gradient, ctx.scale, call, "gradient", offs=offs, group=_group_of(call))
         now = call.direct and runs_now(gradient)
         found = (grouped_ops.backward_now if now else grouped_ops.backward)(
             gradient,
             words,
             kept,
             *_taken_apart(parts, call, now),
-            multiplier,
+            given,
             keys_of_gradient(ctx, gradient, now=now) if keyed else None,
             recipe.text,
             ctx.shape[0],
@@ -138,7 +138,7 @@ class GroupedFunction(torch.autograd.Function):
             ctx.dtype if needs_weight else None,
             ctx.bias_dtype if needs_bias else None,
         )
-        if multiplier is not None:
+        if given is not None:
             if ctx.history is not None:
                 record_groups(ctx.history, found[-1])
             found = found[:-1]
@@ -156,6 +156,11 @@ def _taken_apart(parts: Sequence[Tensor], call: Call, now: bool) -> Sequence[Ten
         weight: Any = parts[0]
         return experts_parts(weight, call.recipe.text)
     return [*parts, *[None] * (3 - len(parts))]
+
+
+def _group_of(call: Call) -> str | None:
+    """The group of the ranks that share the layer."""
+    return None if call.parallel is None else call.parallel.group
 
 
 def record_groups(history: Tensor, amaxes: Tensor) -> None:

@@ -23,9 +23,9 @@ from ..quantized_tensor.keys import key_tensor
 from ..quantized_tensor.refusals import jit_refusal
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from ..torch_internals import FakeTensor, dispatch_modes, functorch_is_active, jit_traces, unsafe_view, unwrap_if_dead
-from .call import Call
+from .call import Call, ends_of
 from .functional import transformed
-from .grouped_function import GroupedFunction, counts_of, ends_of, run_grouped, takes
+from .grouped_function import GroupedFunction, counts_of, run_grouped, takes
 from .linear_function import NO_STATE, LinearFunction, run_linear
 from .parallel import Parallel
 from .shared_function import SharedFunction
@@ -41,6 +41,7 @@ class LinearState(NamedTuple):
         step: int64 (), how many backwards there were.
         rank: this rank's coordinate on the data-parallel axes, folded into the key.
         observed: float64 [operands, figures], see observe.py.
+        has_scales: whether both scales are known to be above 0, so that no cast has to look at the current amax.
     """
 
     input_amax_history: Tensor | None = None
@@ -51,6 +52,7 @@ class LinearState(NamedTuple):
     step: Tensor | None = None
     rank: int = 0
     observed: Tensor | None = None
+    has_scales: bool = False
 
 
 def linear(
@@ -194,7 +196,7 @@ def known_by(
         None if bias is None else (type(bias), bias.shape, bias.dtype, bias.device, bias.requires_grad),
         torch.is_grad_enabled(),
         torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None,
-        None if state is None else (state.rank, state.input_scale is None, state.gradient_scale is None),
+        None if state is None else (state.rank, state.input_scale is None, state.gradient_scale is None, state.has_scales),
         state is None or state.rng_key is None or state.step is None,
         key is None,
         transposed,
@@ -274,7 +276,7 @@ def call_of(
     takes_axes = direct and not grouped and parallel is None
     # As `Recipe.of_text` takes it apart, which makes all of a recipe: calls of groups come here each time.
     eps = float(recipe.text.rsplit(",", 3)[1])
-    options = (made, direct, traced, aligns, takes_axes, autocast, eps)
+    options = (made, direct, traced, aligns, takes_axes, autocast, state.has_scales, eps)
     return Call(recipe, stored, grouped, needs, training, rank, parallel, *options)
 
 

@@ -22,7 +22,7 @@ from ..custom_ops import linear_ops
 from ..custom_ops.products import multiply
 from ..torch_internals import KEEPS_RESULT, VIEWS, apply_of, dispatch_modes
 from .call import Call, bias_gradient, keys_of_gradient
-from .delayed import record
+from .delayed import multiplier, record
 from .observe import observe_again
 from .operands import Scaling, amax_where_compiled, begins_with_a_block, kept_aligned, quantized
 from .second_order import backward_with_graph, cast_again, plus, taken
@@ -70,22 +70,24 @@ def layer_backward(
         stochastic = (row is not None and row.stochastic) or (column is not None and column.stochastic)
         now = call.direct and type(gradient) is Tensor and not gradient.is_meta and not dispatch_modes()
         keys = keys_of_gradient(ctx, gradient, now=now, single=True) if stochastic else None
-        multiplier = None if formats == (None, None) else ctx.scale
+        given = None if formats == (None, None) else ctx.scale
+        if given is not None and not call.has_scales:
+            given = multiplier(gradient, given, call, "gradient")
         amax = None
         if compiled:
             plain = keys is None and (column is None or not column.rotate)
-            amax = amax_where_compiled(gradient, *formats, plain, multiplier)
+            amax = amax_where_compiled(gradient, *formats, plain, given)
         run = linear_ops.backward if now else linear_ops.linear_backward
         w = (None, None, None, (0, 0))
         if parts:
             w = taken_apart(parts, call) if call.direct else (parts[0], None, None, (0, 0))
         del parts
         if ctx.observed is not None:
-            known = {"amax": amax, "multiplier": multiplier, "keys": keys}
+            known = {"amax": amax, "multiplier": given, "keys": keys}
             observe_again(ctx.observed, "gradient", gradient, row, column, recipe.eps, **known)
         options = (needs_x, needs_weight, ctx.shape[-1], ctx.dtype, w[3], x_aligned)
-        results = run(gradient, kept, *w[:3], amax, multiplier, keys, recipe.text, *options)
-        if multiplier is not None and ctx.history is not None:
+        results = run(gradient, kept, *w[:3], amax, given, keys, recipe.text, *options)
+        if given is not None and ctx.history is not None:
             record(ctx.history, results[-1], now=now)
         d_weight = results[int(needs_x)] if needs_weight else None
         d_x = results[0] if needs_x else None
@@ -110,6 +112,8 @@ class LinearFunction(torch.autograd.Function):
         state = state[0] if state and type(state[0]) is tuple else state or NO_STATE
         history, scale, ctx.history, ctx.scale, ctx.key, ctx.step, ctx.observed = state
         recipe, (needs_x, needs_weight, _), count = call.recipe, call.needs, call.quantizes_weight
+        if scale is not None and not call.has_scales:
+            scale = multiplier(x, scale, call, "input")
         rows, leading, ctx.axes = x, [], None
         if x.ndim > 2:
             *leading, _ = ctx.axes = x.shape
@@ -127,15 +131,15 @@ class LinearFunction(torch.autograd.Function):
             if again:
                 ctx.again, columnwise = cast_again, HIGH_PRECISION
         if call.direct and not dispatch_modes():
-            multiplier = scale if recipe.input.format is not None or format is not None else None
+            given = scale if recipe.input.format is not None or format is not None else None
             w = taken_apart([weight], call)
-            y, *made = linear_ops.forward(rows, *w[:3], bias, multiplier, recipe.text, needs_weight and not again, w[3], shared)
-            if multiplier is not None:
+            y, *made = linear_ops.forward(rows, *w[:3], bias, given, recipe.text, needs_weight and not again, w[3], shared)
+            if given is not None:
                 largest = made.pop()
                 if history is not None and call.training:
                     record(history, largest, now=True)
             if ctx.observed is not None:
-                observe_again(ctx.observed, "input", rows, recipe.input, columnwise, recipe.eps, multiplier=multiplier)
+                observe_again(ctx.observed, "input", rows, recipe.input, columnwise, recipe.eps, multiplier=given)
             kept = made[count:]
             if ctx.axes is not None:
                 # No view, which FSDP2 warns of and in-place operations refuse; torch's own linear gives none either.

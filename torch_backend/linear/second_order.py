@@ -30,6 +30,7 @@ from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
 from ..custom_ops import ops
 from ..torch_internals import DelayedError, current_graph_task
 from .call import Call, bias_gradient, groups_of, keys_of_gradient
+from .delayed import multiplier
 from .operands import Scaling, kept_inputs, quantized
 from .weight_operands import columnwise_weight, weight_operand
 
@@ -177,7 +178,9 @@ def _gradient_values(ctx: Any, gradient: Tensor) -> tuple[list[Tensor], list[Ten
     rowwise = recipe.gradient if needs_x else HIGH_PRECISION
     columnwise = recipe.gradient_columnwise if needs_weight else HIGH_PRECISION
     keys = keys_of_gradient(ctx, gradient) if rowwise.stochastic or columnwise.stochastic else None
-    scaling = Scaling(recipe.eps, ctx.scale, ctx.history, ctx.observed)
+    scaling = Scaling(
+        recipe.eps, multiplier(gradient, ctx.scale, ctx.call, "gradient", counts=ctx.counts), ctx.history, ctx.observed
+    )
     rows, columns = [], []
     for index, group in groups_of(gradient, ctx.counts):
         key = None if keys is None else keys[index or 0]

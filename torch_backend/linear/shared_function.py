@@ -36,6 +36,7 @@ from ..sharded.shard import TensorParallelShard
 from ..sharded.tree_sum import tree_reduce
 from . import outputs, pieces
 from .call import Call, bias_gradient, groups_of, keys_of_gradient
+from .delayed import multiplier
 from .operands import (
     Scaling,
     gathered_gradient,
@@ -69,7 +70,8 @@ class SharedFunction(torch.autograd.Function):
         recipe, parallel = call.recipe, call.parallel
         if parallel is not None and parallel.splits is not None:
             pieces.check_eager()
-        scaling = Scaling(call.eps, input_scale, input_amax_history if call.training else None, observed)
+        given = multiplier(x, input_scale, call, "input", counts=counts, group=None if parallel is None else parallel.group)
+        scaling = Scaling(call.eps, given, input_amax_history if call.training else None, observed)
         columnwise = recipe.input_columnwise if call.needs[1] else HIGH_PRECISION
         shard = None if parallel is None else parallel.cut_input
         gathers = parallel is not None and parallel.gathers_input
@@ -138,7 +140,9 @@ class SharedFunction(torch.autograd.Function):
         rowwise = recipe.gradient if needs_x else HIGH_PRECISION
         columnwise = recipe.gradient_columnwise if needs_weight else HIGH_PRECISION
         keys = keys_of_gradient(ctx, gradient) if rowwise.stochastic or columnwise.stochastic else None
-        scaling = Scaling(call.eps, ctx.scale, ctx.history, ctx.observed)
+        group = None if parallel is None else parallel.group
+        given = multiplier(gradient, ctx.scale, call, "gradient", counts=ctx.counts, group=group)
+        scaling = Scaling(call.eps, given, ctx.history, ctx.observed)
         pending, cast = None, recipe.input_columnwise
         inputs: list[Matrix] = []
         if parallel is not None and parallel.gathers_input and needs_weight:

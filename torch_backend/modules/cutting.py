@@ -106,6 +106,8 @@ class Cutter:
             elif isinstance(module, QuantizedLayer):
                 # A parameter that torch has cut lies on this mesh's axis, which divides no batch.
                 module.parallel, module.data_rank = self._parallel(module, style), 0
+                # Of ranks that look for amaxes together all do, or none: not the one that has loaded a checkpoint already.
+                module.note_scales(False)
             for name in _dims(module, style):
                 setattr(module, name, shared[getattr(module, name)])
         for parameter, taken in shared.items():
@@ -128,6 +130,7 @@ class Cutter:
         for name in experts.biases:
             product = experts.product_of(name)
             product.parallel, product.data_rank = experts.parallel, 0
+            product.note_scales(False)
 
     def _share(self, norm: nn.Module) -> None:
         # The parameters are DTensors now, and so its forward is another.

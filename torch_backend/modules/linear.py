@@ -32,7 +32,7 @@ class Linear(QuantizedLayer, nn.Linear):
         tp_mesh, style, sequence_parallel: cut it over a tensor-parallel mesh, as `parallelize` does.
 
     Delayed scaling keeps `input_amax_history`, `input_scale`, `gradient_amax_history` and `gradient_scale` in buffers, which
-    `AdamW`, `update_scales_after` or `update_scales` move on. Stochastic rounding keeps `rng_key` and `step`, which the first
+    follow each step of an optimizer. Stochastic rounding keeps `rng_key` and `step`, which the first
     backward of each forward moves on.
 
     Raises:

@@ -14,14 +14,15 @@ from blockfp import recipes
 from blockfp.files.names import LAYER_BUFFERS
 from blockfp.recipes import Compute, Recipe
 
+from ..linear.delayed import update_layers
 from ..linear.linear import LinearState
 from ..linear.parallel import Parallel
 from ..linear.pipelines import keep_state
 from ..linear.recipe_layer import RecipeLayer
-from ..linear.scale_watch import look_at_written, note_sharded, unwatch, watch
+from ..linear.scale_watch import note_sharded, unwatch, watch
 from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import data_rank, random_key
-from ..torch_internals import mark_static_address
+from ..torch_internals import local_tensor, mark_static_address
 from ..weights.cast_weight import CastWeight
 from .copied_keys import note_copied
 
@@ -33,8 +34,10 @@ class StatefulLayer(RecipeLayer):
         recipe: the `Recipe`.
         compute: "quantized", or "high_precision": products take the dequantized weight and everything else as it is.
         parallel: how a tensor-parallel group shares the layer, from `parallelize`; or None.
+        known_scale: the input's scale where `has_scales`; a scale that is another tensor isn't known to be above 0.
         stateful: whether the recipe keeps state in buffers.
         data_rank: this rank's number in the mesh that `fully_shard` got, of a layer that draws random bits; otherwise 0.
+        written: whether a weight that FSDP2 shards was written in place since the layer last looked (`CastWeight`).
         keyed_by_unit: whether `rng_key` is that of a unit of the batch (`Reproducible`), into which no rank is folded.
     """
 
@@ -50,11 +53,15 @@ class StatefulLayer(RecipeLayer):
         self.observed = None
         self.parallel: Parallel | None = None
         self.data_rank = 0
+        self.recorded, self.written, self.has_scales = False, [False], False
+        self.known_scale: Tensor | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         # Worked out again, not read: a pickle of another version may lack it.
         self.linear_recipe = recipes.for_linear(self.recipe, self.compute)
+        self.recorded, self.written = False, [False]
+        self.look_for_scales()
         self.announce()
         if self._stochastic:
             note_copied(self)
@@ -79,6 +86,9 @@ class StatefulLayer(RecipeLayer):
         mesh = sharding.mesh_of(weight) if self.stateful else None
         if mesh is not None and self.linear_recipe.delayed is not None:
             note_sharded(self, weight)
+            local = local_tensor(weight)
+            if type(local) is CastWeight:
+                self.written = local._noted
         if mesh is not None and self._buffers.get("rng_key") is not None:
             # The last axis is tensor parallelism's, if there is any; alone it says nothing of the batch.
             axes = mesh.ndim - (self.parallel is not None)
@@ -91,7 +101,7 @@ class StatefulLayer(RecipeLayer):
         for operand in ("input", "gradient"):
             history = None if delayed is None else torch.zeros(delayed.history, dtype=torch.float32, device=device)
             self.register_buffer(f"{operand}_amax_history", history)
-            scale = None if delayed is None else torch.ones((), dtype=torch.float32, device=device)
+            scale = None if delayed is None else torch.zeros((), dtype=torch.float32, device=device)
             self.register_buffer(f"{operand}_scale", scale)
         self.register_buffer("rng_key", torch.zeros(2, dtype=torch.int64, device=device) if stochastic else None)
         self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=device) if stochastic else None)
@@ -118,6 +128,8 @@ class StatefulLayer(RecipeLayer):
             unwatch(self)
         if before.delayed is None or after.delayed is None:
             self.announce()
+        self.recorded = False
+        self.look_for_scales()
         self.note_weight(self.held_weight())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -133,6 +145,7 @@ class StatefulLayer(RecipeLayer):
             self.reset_buffers()
         # Others may be in their place now.
         self.mark_buffers()
+        self.note_scales(self.has_scales)
         return self
 
     def mark_buffers(self) -> None:
@@ -147,16 +160,47 @@ class StatefulLayer(RecipeLayer):
         """Returns the buffers as `linear` takes them."""
         # An attribute of a module that is a buffer costs a Python call each.
         buffers: Any = self._buffers
-        if buffers["input_scale"] is not None:
+        if buffers["input_scale"] is not None and not torch.compiler.is_compiling():
             own: Any = self._parameters
-            weight = own["weight"] if "weight" in own else None  # noqa: SIM401
-            if type(weight) is CastWeight and not torch.compiler.is_compiling() and weight._noted[0]:
-                look_at_written(self, weight._noted)
+            weight = own["weight"] if "weight" in own else self.held_weight()
+            written = weight._noted if type(weight) is CastWeight else self.written
+            if written[0] and torch.is_grad_enabled():
+                if self.recorded:
+                    # By a step of no torch optimizer: the hook behind those takes note of it.
+                    update_layers([self])
+                written[0] = False
+            if not self.recorded:
+                # torch's own __setattr__ looks for a module, parameter or buffer first.
+                self.__dict__["recorded"] = torch.is_grad_enabled()
         key = buffers["rng_key"]
         rank = 0 if key is None or self.keyed_by_unit else data_rank(self.data_rank)
         history, gradient_history = buffers["input_amax_history"], buffers["gradient_amax_history"]
         scale, gradient_scale = buffers["input_scale"], buffers["gradient_scale"]
-        return LinearState(history, scale, gradient_history, gradient_scale, key, buffers["step"], rank, self.observed)
+        known = self.has_scales if torch.compiler.is_compiling() else scale is self.known_scale
+        return LinearState(history, scale, gradient_history, gradient_scale, key, buffers["step"], rank, self.observed, known)
+
+    def note_updated(self) -> None:
+        own: Any = self._parameters
+        weight = own["weight"] if "weight" in own else self.held_weight()
+        (weight._noted if type(weight) is CastWeight else self.written)[0] = False
+        self.__dict__["recorded"] = False
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+        # To write a weight is no step then.
+        self.recorded = False
+        self.look_for_scales()
+
+    def look_for_scales(self) -> None:
+        """Looks at scales that come from elsewhere: whether they are above 0; waits for a GPU."""
+        operands = zip(("input", "gradient"), _elements(self.linear_recipe), strict=True)
+        scales = [self._buffers.get(f"{operand}_scale") for operand, element in operands if element is not None]
+        self.note_scales(all(type(scale) is Tensor and not scale.is_meta and bool(scale > 0) for scale in scales))
+
+    def note_scales(self, found: bool) -> None:
+        # A function that is called with other buffers (torch.func.functional_call) has other scales. Not registered: no state.
+        own: dict[str, Any] = self.__dict__
+        own["has_scales"], own["known_scale"] = found, self._buffers["input_scale"] if found else None
 
     def reset_buffers(self) -> None:
         """Sets delayed scaling and the step to their start, and draws a new random key."""
@@ -165,7 +209,8 @@ class StatefulLayer(RecipeLayer):
                 buffer.zero_()
         for buffer in (self.input_scale, self.gradient_scale):
             if buffer is not None:
-                buffer.fill_(1)
+                buffer.zero_()
+        self.note_scales(False)
         if self.rng_key is not None and not self.rng_key.is_meta:
             self.rng_key.copy_(random_key())
 

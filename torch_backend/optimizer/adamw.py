@@ -29,8 +29,6 @@ from blockfp.kernels.step_table import Table
 from ..custom_ops import cuda, cuda_adamw
 from ..custom_ops.kernels import kernels_for
 from ..custom_ops.library import outside_graphs
-from ..linear import scale_watch
-from ..linear.delayed import check_buffers, update_layers
 from ..quantized_tensor import agreement, sharding
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from ..torch_internals import foreach_add_, version_of
@@ -50,8 +48,6 @@ class _Adam(Optimizer):
 
     # torch's GradScaler then hands over its scale and whether a gradient is not finite, instead of going over the gradients.
     _step_supports_amp_scaling = True
-    # What refuses steps that leave scales of delayed scaling stale lets these be (`scale_watch`). No other optimizer has it.
-    updates_scales = True
     _decoupled: bool
 
     def __init__(self, params, lr, betas, eps, weight_decay, master, moments, key, capturable, of_torch):
@@ -148,9 +144,6 @@ class _Adam(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one step; parameters without a gradient stay as they are.
 
-        Then the scales of layers with delayed scaling, whose weights are among the parameters, are updated: after a step that a
-        gradient scaler leaves out, too.
-
         Sharded quantized weights may need collectives: every rank that holds a part of a parameter must call it. In the first
         step these ranks compare the settings of all groups. It writes shards, which FSDP2's next gather reads; where FSDP2
         still holds whole weights (after a forward without a backward, or `set_reshard_after_backward(False)`), call `reshard()`
@@ -171,12 +164,7 @@ class _Adam(Optimizer):
                 loss = closure()
         if self._rounds:
             self._note_turn()
-        layers = scale_watch.layers_to_update(self)
-        if layers:
-            check_buffers(layers)
         self._step()
-        if layers:
-            update_layers(layers, made_up=not scale_watch.moves(self))
         return loss
 
     def _agree(self) -> None:

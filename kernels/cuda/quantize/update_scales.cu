@@ -43,6 +43,7 @@ __global__ void __launch_bounds__(kUpdateThreads) update_kernel(const __grid_con
   const Operand& own = operands.of[blockIdx.x];
   __shared__ int32_t largest;
   const int32_t newest = operands.newest == nullptr ? *own.history : operands.newest[blockIdx.x];
+  if (newest == 0) return;  // nothing was recorded: the same in all threads
   if (threadIdx.x == 0) largest = newest;
   int32_t amax = newest;
   // Every entry moves one place to the front. All threads read theirs before one writes.
