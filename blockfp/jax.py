@@ -32,7 +32,7 @@ from .jax_backend.params.placing import (
     unshard_params,
     unshard_state,
 )
-from .jax_backend.params.restoring import rebuild_params
+from .jax_backend.params.trees import rebuild_params
 from .recipes import Recipe
 
 __all__ = [

@@ -9,8 +9,7 @@ from . import errors, formats, recipes
 from .formats import Format
 from .recipes import Recipe
 from .torch_backend.checkpoint.checkpoint import Loaded, Saving, load_checkpoint, save_checkpoint
-from .torch_backend.checkpoint.files import load, save
-from .torch_backend.checkpoint.high_precision import high_precision_state_dict
+from .torch_backend.checkpoint.files import high_precision_state_dict, load, save
 from .torch_backend.checkpoint.stream import WeightBucket, WeightStream, stream_weights
 from .torch_backend.experts.dispatch import Received, combine, dispatch
 from .torch_backend.linear.delayed import update_scales, update_scales_after
@@ -40,13 +39,11 @@ from .torch_backend.modules.transformer_layer import TransformerLayer
 from .torch_backend.optimizer.adamw import Adam, AdamW
 from .torch_backend.optimizer.clipping import clip_grad_norm_
 from .torch_backend.optimizer.set_recipe import set_recipe
-from .torch_backend.quantized_tensor.interchange import from_jax
 from .torch_backend.quantized_tensor.keys import random_key
-from .torch_backend.quantized_tensor.quantize import fake_quantize, quantize
+from .torch_backend.quantized_tensor.quantize import fake_quantize, from_jax, quantize
 from .torch_backend.quantized_tensor.tensor import QuantizedTensor, _rebuild_tensor
 from .torch_backend.weights.cast_weight import CastWeight, _rebuild_cast_weight
-from .torch_backend.weights.init import init_
-from .torch_backend.weights.loading import load_high_precision_
+from .torch_backend.weights.loading import init_, load_high_precision_
 from .torch_backend.weights.module_state import _LoadHooks, _show_parts
 
 __all__ = [

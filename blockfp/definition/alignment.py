@@ -21,7 +21,7 @@ from functools import cache
 from array_api_compat import array_namespace
 
 from ..formats import E5M2, INT8, Format
-from . import bits, decoding, layout, scaling
+from . import bits, layout, scaling
 from .bits import Array
 from .checks import check_codes, check_scales
 from .numerics import Quantized
@@ -90,8 +90,8 @@ def align(codes: Array, scales: Array, format: Format | str, *, columns: int) ->
     stored = stored.reshape((*stored.shape[:-1], stored.shape[-1] // _GROUP, _GROUP))
 
     magnitude = code & ((1 << (element.bits - 1)) - 1)
-    value = decoding.magnitude_bits(magnitude, element)
-    finite = decoding.magnitude_bits(bits.at_most(magnitude, element.max_code), element)
+    value = scaling.magnitude_bits(magnitude, element)
+    finite = scaling.magnitude_bits(bits.at_most(magnitude, element.max_code), element)
     # Zero has an exponent below all others, under any scale.
     significand, exponent = bits.split(xp.max(finite, axis=(-4, -1)))
     highest = exponent + xp.astype(significand > _LARGEST_SIGNIFICAND, xp.int32)

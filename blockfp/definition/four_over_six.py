@@ -21,9 +21,9 @@ from ..formats import E4M3, Format
 from . import bits, layout, scaling
 from .bits import Array
 from .checks import check_input
-from .decoding import magnitude_bits, scaled
 from .layout import Materialize
 from .rounding import round_to_element
+from .scaling import magnitude_bits, scaled
 
 _SIX, _THREE_HALVES = bits.constant_bits(6.0), bits.constant_bits(1.5)
 

@@ -30,7 +30,7 @@ from array_api_compat import array_namespace
 from ..formats import E4M3, ElementFormat, Format
 from . import bits
 from .bits import Array
-from .decoding import magnitude_bits
+from .scaling import magnitude_bits
 
 _HIGHEST_SCALE = bits.constant_bits(240.0)
 # An E4M3 number is an integer times 2^-9, its smallest one; the exponent of the largest is 17.

@@ -22,9 +22,9 @@ from ..formats import E4M3, ElementFormat, Format
 from . import bits, four_over_six, kept_scales, layout, scaling
 from .bits import Array
 from .checks import check_codes, check_input, check_limits, check_output_dtype, check_scales, check_square
-from .decoding import scaled
 from .layout import Materialize, as_stored
 from .rounding import NARROW, WIDE, Key, random_bytes, round_to_element
+from .scaling import scaled
 
 Origin = tuple[int, int]
 

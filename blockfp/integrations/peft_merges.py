@@ -18,7 +18,7 @@ from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
 from ..torch_backend.quantized_tensor import sharding
-from ..torch_backend.quantized_tensor.dtensors import placed, reduced
+from ..torch_backend.quantized_tensor.sharding import placed, reduced
 from ..torch_backend.quantized_tensor.tensor import QuantizedTensor
 from ..torch_backend.weights.cast_weight import CastWeight
 from ..torch_backend.weights.loading import load_high_precision_

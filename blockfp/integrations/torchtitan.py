@@ -26,7 +26,7 @@ from ..torch_backend.modules.parallelize import parallelize
 from ..torch_backend.modules.quantized_layer import Weights
 from ..torch_backend.optimizer.adamw import Adam, AdamW
 from ..torch_backend.weights.held_parameters import become
-from ..torch_backend.weights.init import init_
+from ..torch_backend.weights.loading import init_
 
 
 class BlockfpConverter(ModelConfigConverter):

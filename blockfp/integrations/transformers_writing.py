@@ -32,7 +32,7 @@ from blockfp.files.layouts.layout import not_released, write_layout
 
 from ..torch_backend.check import to_numpy
 from ..torch_backend.checkpoint import ranks
-from ..torch_backend.checkpoint.high_precision import high_precision_state_dict
+from ..torch_backend.checkpoint.files import high_precision_state_dict
 from ..torch_backend.checkpoint.stream import WeightStream, stream_apart
 from ..torch_backend.checkpoint.taken_apart import split_weight
 from ..torch_backend.modules import model_names

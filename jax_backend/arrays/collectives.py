@@ -30,8 +30,8 @@ from ..implementations.derivatives import attach, linear_map
 from ..implementations.replication import axis_index, varying
 from . import reducing, sharded
 from .array import QuantizedArray
-from .meshes import core_mesh, sharding_of
 from .quantize import quantize
+from .sharded import core_mesh, sharding_of
 
 
 def all_gather(

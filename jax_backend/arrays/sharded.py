@@ -8,17 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from blockfp.definition import four_over_six, layout, numerics
 from blockfp.definition.layout import swap_matrix
 from blockfp.definition.numerics import Amax, Quantized
 from blockfp.definition.rotation import rotate
 from blockfp.formats import Format
-from blockfp.sharding.placement import Replicate, Sharding
+from blockfp.sharding.placement import Mesh, Replicate, Sharding, from_partition_spec
 from blockfp.sharding.steps import Dequantize, Gather, Plan, Quantize, Rotate, Straddle, Transpose
 
 from ..implementations import ops, replication
-from ..implementations.materialize import materialize
+from ..implementations.xla import materialize
 from . import storage
 from .array import QuantizedArray
 
@@ -229,3 +230,21 @@ def sent_from(step: Gather) -> list[np.ndarray]:
         inverse[index] = np.arange(len(index))
         tables.append(inverse)
     return tables
+
+
+# ---- meshes
+
+
+def core_mesh(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Mesh:
+    """The core's value of a JAX mesh."""
+    return Mesh(tuple(mesh.shape[name] for name in mesh.axis_names), tuple(mesh.axis_names))
+
+
+def sharding_of(shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> Sharding:
+    """The `Sharding` of the matrices of an array of `shape`, its last two axes.
+
+    Raises:
+        ValueError: the spec doesn't fit.
+    """
+    entries = tuple(spec) + (None,) * (len(shape) - len(tuple(spec)))
+    return Sharding(shape[-2:], mesh, from_partition_spec(entries[len(shape) - 2 :], mesh, 2))

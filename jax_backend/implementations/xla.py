@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from blockfp.definition import numerics
 from blockfp.definition.numerics import Amax, Quantized
@@ -13,7 +14,6 @@ from blockfp.definition.rotation import rotate as rotated
 from blockfp.formats import Format
 
 from .backend import Backend, keys_of_both
-from .materialize import materialize
 
 
 class Xla(Backend):
@@ -56,3 +56,24 @@ class Xla(Backend):
 
 
 XLA = Xla()
+
+
+# ---- materializing
+
+
+def materialize(x: jax.Array) -> jax.Array:
+    """Stores x: XLA doesn't fuse what makes it into the loops that use it.
+
+    XLA:CPU removes optimization barriers before it fuses, but keeps calls that are marked as not to be inlined.
+    """
+    return jax.lax.platform_dependent(x, cpu=_uninlined, default=jax.lax.optimization_barrier)
+
+
+def _uninlined(x: jax.Array) -> jax.Array:
+    with set_xla_metadata(inlineable="false"):
+        return _itself(x)
+
+
+@jax.jit
+def _itself(x: jax.Array) -> jax.Array:
+    return x | x

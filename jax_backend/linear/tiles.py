@@ -27,7 +27,7 @@ from blockfp.recipes import Cast, Recipe
 
 from ..arrays.array import QuantizedArray, wrap_parts
 from ..implementations import ops, replication
-from ..implementations.materialize import materialize
+from ..implementations.xla import materialize
 from . import overflow
 
 

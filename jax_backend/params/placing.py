@@ -23,7 +23,7 @@ from blockfp.sharding.steps import grid_span
 
 from ..arrays import storage
 from ..arrays.array import QuantizedArray, is_quantized
-from ..arrays.meshes import core_mesh, sharding_of
+from ..arrays.sharded import core_mesh, sharding_of
 from ..implementations import explicit
 from ..implementations.explicit import axis_names
 from .params import shares_scale

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from blockfp.definition import alignment, layout, numerics
-from blockfp.definition.decoding import scaled
+from blockfp.definition.scaling import scaled
 from blockfp.formats import FORMATS, Format
 
 MX = [f for f in FORMATS if alignment.can_align(f)]

@@ -9,7 +9,7 @@ import pytest
 import statement
 
 from blockfp import formats
-from blockfp.definition import decoding, numerics
+from blockfp.definition import numerics, scaling
 from blockfp.formats import ELEMENTS, FORMATS, NAMES, Format
 
 ML_DTYPES = {
@@ -84,7 +84,7 @@ def test_elements_agree_with_ml_dtypes(name):
     element, dtype = ELEMENTS[name], ML_DTYPES[name]
     one = np.array([0x3F800000], np.int32)
     codes = np.arange(1 << element.bits, dtype=np.uint8)
-    decoded = decoding.scaled(codes.astype(np.int32), element, one).view(np.float32)
+    decoded = scaling.scaled(codes.astype(np.int32), element, one).view(np.float32)
     np.testing.assert_array_equal(decoded, codes.view(dtype).astype(np.float32))
     for source in (np.float16, ml_dtypes.bfloat16):
         x = np.arange(1 << 16, dtype=np.uint16).view(source)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from samples import DTYPES, KINDS, all_patterns, bits_of, sample
 
-from blockfp.definition import decoding, four_over_six, numerics
+from blockfp.definition import four_over_six, numerics, scaling
 from blockfp.formats import ELEMENTS, Format
 
 BY_NAME = pytest.mark.parametrize("format", FORMATS, ids=str)
@@ -84,7 +84,7 @@ def test_all_patterns_of_16_bits(format, dtype):
 @pytest.mark.parametrize("element", ELEMENTS.values(), ids=str)
 def test_all_codes_decode(element):
     codes = np.arange(256 if element.bits == 8 else 1 << element.bits, dtype=np.int32)
-    decoded = decoding.scaled(codes, element, np.array([0x3F800000], np.int32)).view(np.float32)
+    decoded = scaling.scaled(codes, element, np.array([0x3F800000], np.int32)).view(np.float32)
     np.testing.assert_array_equal(decoded, statement.decode(codes, element.name).astype(np.float32))
 
 

@@ -14,7 +14,7 @@ from same_bits import assert_same_bits, assert_same_parts, parts_of
 from samples import sample
 
 import blockfp.jax as bfp
-from blockfp.definition import decoding, numerics
+from blockfp.definition import numerics, scaling
 from blockfp.definition.rounding import fold_in
 from blockfp.formats import ELEMENTS
 
@@ -117,5 +117,5 @@ def test_all_codes_times_all_scale_bytes(element):
     codes = np.tile(np.arange(256, dtype=np.int32), (256, 1)) & ((1 << element.bits) - 1)
     scales = (np.arange(256, dtype=np.int32) << 23)[:, None]
     for power_of_two in (True, False):
-        run = jax.jit(lambda c, s, p=power_of_two: decoding.scaled(c, element, s, power_of_two=p))
-        assert_same(run(codes, scales), decoding.scaled(codes, element, scales, power_of_two=power_of_two))
+        run = jax.jit(lambda c, s, p=power_of_two: scaling.scaled(c, element, s, power_of_two=p))
+        assert_same(run(codes, scales), scaling.scaled(codes, element, scales, power_of_two=power_of_two))

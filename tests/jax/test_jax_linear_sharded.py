@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from blockfp.jax_backend.arrays.meshes import sharding_of
+from blockfp.jax_backend.arrays.sharded import sharding_of
 from jax.sharding import PartitionSpec as P
 from meshes import CASES
 

@@ -11,7 +11,7 @@ from blockfp.torch_backend.linear.operand_plans import operand_plan
 from blockfp.torch_backend.quantized_tensor.quantize import quantize
 from blockfp.torch_backend.sharded.gather import gather
 from blockfp.torch_backend.sharded.quantize import Direction, quantize_operand_shard
-from blockfp.torch_backend.sharded.shard import COLUMNS, ROWS, TensorParallelShard
+from blockfp.torch_backend.sharded.rank_plan import COLUMNS, ROWS, TensorParallelShard
 from held_formats import FORMATS
 from samples import KINDS, sample
 

@@ -10,8 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from blockfp.torch_backend.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from blockfp.torch_backend.optimizer.adamw import AdamW
-from blockfp.torch_backend.quantized_tensor.dtensors import placed
-from blockfp.torch_backend.quantized_tensor.sharding import local_of
+from blockfp.torch_backend.quantized_tensor.sharding import local_of, placed
 from blockfp.torch_backend.torch_internals import dtensor_like
 from blockfp.torch_backend.weights.state_dict import stored
 from held_formats import FORMATS

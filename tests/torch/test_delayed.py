@@ -8,6 +8,7 @@ import torch
 from arrays import values
 from blockfp.torch_backend.linear import delayed
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.utils.checkpoint import checkpoint
 
@@ -413,7 +414,7 @@ def test_a_zero_gradient_gives_no_scale():
 def test_one_recompilation_when_scales_are_there():
     torch._dynamo.reset()
     model, optimizer, _ = trained_by_others()
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     compiled = torch.compile(model, backend=counter)
     for _ in range(4):
         compiled(values((4, 32), 3, scale=2.0)).square().mean().backward()

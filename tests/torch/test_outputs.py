@@ -5,7 +5,7 @@ import threaded
 import torch
 import torch.distributed as dist
 from blockfp.torch_backend.linear import outputs
-from blockfp.torch_backend.sharded.shard import ROWS, TensorParallelShard
+from blockfp.torch_backend.sharded.rank_plan import ROWS, TensorParallelShard
 from samples import sample
 
 import blockfp.torch as bfp

@@ -22,7 +22,7 @@ from blockfp.files.names import EXTRA, GROUPS, MODEL, OPTIMIZER, OWN, STATE, STE
 from ..modules import model_names
 from ..optimizer.adamw import Adam, AdamW
 from ..quantized_tensor import sharding
-from ..quantized_tensor.dtensors import placed
+from ..quantized_tensor.sharding import placed
 from . import background, ranks
 from .background import Saving
 from .conversion import Conversion, conversions, convert, leave_paths, masters_of, replace, replace_masters, values_of

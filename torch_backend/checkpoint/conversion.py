@@ -21,7 +21,7 @@ from blockfp.sharding import parts
 from ..modules import model_names
 from ..optimizer.osci_reset import PATHS
 from ..quantized_tensor import sharding
-from ..quantized_tensor.dtensors import placed, replicated
+from ..quantized_tensor.sharding import placed, replicated
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..weights.requantize import requantize_
 from ..weights.state_dict import cut, format_of

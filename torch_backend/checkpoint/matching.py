@@ -15,7 +15,7 @@ from blockfp.files.names import GROUPS, LAYER_BUFFERS, MODEL, OPTIMIZER, STATE
 
 from ..modules import model_names
 from ..optimizer.adamw import Adam, AdamW
-from ..optimizer.state_dicts import unsupported_setting
+from ..optimizer.optimizer_state import unsupported_setting
 from ..quantized_tensor.agreement import kind_of, recipe_of, settings_of
 
 if TYPE_CHECKING:

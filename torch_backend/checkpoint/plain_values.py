@@ -17,7 +17,7 @@ from blockfp.files.manifest import Files
 
 from ..modules import model_names
 from ..quantized_tensor import sharding
-from ..quantized_tensor.dtensors import placed
+from ..quantized_tensor.sharding import placed
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..weights.cast_weight import CastWeight
 

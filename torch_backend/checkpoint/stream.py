@@ -32,7 +32,7 @@ from ..modules import model_names
 from ..modules.experts import Experts
 from ..modules.kinds import quantized_names
 from ..quantized_tensor import sharding
-from ..quantized_tensor.dtensors import placed
+from ..quantized_tensor.sharding import placed
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..weights.cast_weight import CastWeight
 from ..weights.module_state import InParts, state_names

@@ -18,7 +18,7 @@ from blockfp.sharding.parts import offsets_agree
 
 from ..optimizer.local_parameter import LocalParameter
 from ..quantized_tensor import sharding
-from ..quantized_tensor.dtensors import reduced, replicated
+from ..quantized_tensor.sharding import reduced, replicated
 
 
 @dataclass(frozen=True)

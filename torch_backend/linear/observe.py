@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from blockfp.recipes import HIGH_PRECISION, Cast
 
-from ..custom_ops.figure_ops import FIGURES, quantization_figures
-from ..custom_ops.operand_ops import Directions, quantize_operand
+from ..custom_ops.operand_ops import FIGURES, Directions, quantization_figures, quantize_operand
 from ..torch_internals import mark_static_address, uncounted
 from .oscillations import Flips, Oscillation, has_codes
 from .recipe_layer import RecipeLayer

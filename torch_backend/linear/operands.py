@@ -23,8 +23,7 @@ from ..custom_ops.products import Matrix, in_order
 from ..custom_ops.quantize_plans import NEITHER, Aligned
 from ..sharded.gather import gather, join, padded, start
 from ..sharded.quantize import Direction, quantize_operand_shard
-from ..sharded.rank_plan import RankPlan
-from ..sharded.shard import TensorParallelShard
+from ..sharded.rank_plan import RankPlan, TensorParallelShard
 from .call import Call, groups_of
 from .delayed import record
 from .observe import observe_operand, observe_parts

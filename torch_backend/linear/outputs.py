@@ -22,7 +22,7 @@ from blockfp.definition import layout
 from blockfp.formats import Format
 
 from ..custom_ops import ops
-from ..sharded.shard import TensorParallelShard
+from ..sharded.rank_plan import TensorParallelShard
 from ..torch_internals import functional_collectives as collectives
 
 

@@ -25,8 +25,7 @@ from blockfp.formats import WHOLE_ROW, Format
 from blockfp.recipes import Product, Recipe
 
 from ..custom_ops.products import Matrix, multiply
-from ..quantized_tensor.dtensors import from_local, to_local
-from ..quantized_tensor.sharding import mesh_of
+from ..quantized_tensor.sharding import from_local, mesh_of, to_local
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..sharded.tree_sum import tree_sum
 from .parallel import Parallel

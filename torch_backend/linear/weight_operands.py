@@ -10,7 +10,7 @@ from blockfp.recipes import HIGH_PRECISION, Cast
 
 from ..custom_ops.operand_ops import quantize_operand
 from ..custom_ops.products import Matrix
-from ..sharded.shard import ROWS, TensorParallelShard
+from ..sharded.rank_plan import ROWS, TensorParallelShard
 from .operands import Scaling, quantized
 from .parallel import Parallel
 

@@ -26,7 +26,7 @@ from ..linear.pieces import check_pieces, check_splits
 from ..quantized_tensor.geometry import Geometry
 from ..quantized_tensor.sharding import mesh_of
 from ..quantized_tensor.tensor import QuantizedTensor
-from ..sharded.shard import TensorParallelShard
+from ..sharded.rank_plan import TensorParallelShard
 from ..weights import state_dict
 from ..weights.cast_weight import CastWeight
 from ..weights.held_parameters import become, check_free, retire

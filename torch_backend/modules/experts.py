@@ -17,7 +17,7 @@ from ..experts.dispatch import Received, send
 from ..experts.route import Group
 from ..linear.linear import apply
 from ..linear.parallel import Parallel
-from ..quantized_tensor.dtensors import to_local
+from ..quantized_tensor.sharding import to_local
 from ..weights.module_state import InParts, RecipeState, keep_in_parts, part_properties
 from .quantized_layer import Weights, check_weights, made_weight, moving
 from .stateful_layer import StatefulLayer

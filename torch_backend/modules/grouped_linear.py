@@ -11,8 +11,7 @@ from torch import Tensor
 from blockfp.recipes import Compute, Recipe
 
 from ..experts.dispatch import Received
-from ..quantized_tensor.dtensors import to_local
-from ..quantized_tensor.sharding import local_of, mesh_of
+from ..quantized_tensor.sharding import local_of, mesh_of, to_local
 from .quantized_layer import QuantizedLayer, Weights
 
 

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from blockfp.recipes import Compute, Recipe
 
 from ..linear.pieces import in_pieces
-from ..quantized_tensor.dtensors import from_local, to_local
-from ..quantized_tensor.sharding import mesh_of
+from ..quantized_tensor.sharding import from_local, mesh_of, to_local
 from .forwards import watched
 from .linear import Linear
 from .normed_product import fused_norm_product

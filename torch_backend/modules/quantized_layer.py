@@ -16,8 +16,8 @@ from blockfp.recipes import Compute, Recipe
 from ..custom_ops.shared_casts import running
 from ..linear.linear import apply
 from ..quantized_tensor import sharding
-from ..quantized_tensor.dtensors import from_local
 from ..quantized_tensor.quantize import quantize
+from ..quantized_tensor.sharding import from_local
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from ..weights.cast_weight import CastWeight
 from ..weights.loading import load_high_precision_

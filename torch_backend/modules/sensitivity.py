@@ -15,8 +15,7 @@ from blockfp import patterns
 from blockfp import recipes as known
 from blockfp.recipes import Cast, Recipe
 
-from ..custom_ops.figure_ops import FIGURES, quantization_figures
-from ..custom_ops.operand_ops import quantize_operand
+from ..custom_ops.operand_ops import FIGURES, quantization_figures, quantize_operand
 from ..linear.linear import linear
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import QuantizedTensor

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..linear import outputs
-from ..quantized_tensor.dtensors import check_mesh, from_local, to_local
-from ..quantized_tensor.sharding import as_dtensor, mesh_of
+from ..quantized_tensor.sharding import as_dtensor, check_mesh, from_local, mesh_of, to_local
 
 
 class _SummedGradient(torch.autograd.Function):

@@ -12,8 +12,7 @@ from blockfp.recipes import Recipe
 
 from ..linear.linear import LinearState, apply
 from ..linear.parallel import Parallel
-from ..quantized_tensor.dtensors import check_mesh, from_local, to_local
-from ..quantized_tensor.sharding import as_dtensor
+from ..quantized_tensor.sharding import as_dtensor, check_mesh, from_local, to_local
 
 
 def multiply_shared(

@@ -32,7 +32,7 @@ from ..custom_ops.library import outside_graphs
 from ..quantized_tensor import agreement, sharding
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from ..torch_internals import foreach_add_, version_of
-from . import state_dicts
+from . import optimizer_state
 from .local_parameter import LocalParameter
 from .optimizer_state import needs_master, new_master, new_moments, renew_master
 from .optimizer_step import carry_out
@@ -63,12 +63,12 @@ class _Adam(Optimizer):
         self._agreed = False
         self._tables: dict[torch.device, Table] = {}
         self._find_rounding()
-        self.register_state_dict_post_hook(state_dicts.show, prepend=True)
-        self.register_load_state_dict_pre_hook(state_dicts.make)
-        self.register_load_state_dict_post_hook(state_dicts.take, prepend=True)
+        self.register_state_dict_post_hook(optimizer_state.show, prepend=True)
+        self.register_load_state_dict_pre_hook(optimizer_state.make)
+        self.register_load_state_dict_post_hook(optimizer_state.take, prepend=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        state_dicts.renew_masters(self)  # pickles of parameters don't say that values were loaded
+        optimizer_state.renew_masters(self)  # pickles of parameters don't say that values were loaded
         return super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -80,7 +80,7 @@ class _Adam(Optimizer):
             self._prepare()
 
     def _refuse(self, settings: dict[str, Any]) -> None:
-        if unfit := state_dicts.unsupported_setting(settings, decoupled=self._decoupled):
+        if unfit := optimizer_state.unsupported_setting(settings, decoupled=self._decoupled):
             raise ValueError(
                 f"{unfit}: {type(self).__name__} doesn't have it; to maximize, negate the loss; Adam's weight decay is a "
                 "term of the gradient, AdamW's is none"

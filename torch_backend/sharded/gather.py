@@ -16,8 +16,7 @@ from torch import Tensor
 from blockfp.sharding.steps import Join
 
 from ..torch_internals import functional_collectives as collectives
-from .rank_plan import Chunk, RankPlan
-from .shard import ROWS, TensorParallelShard
+from .rank_plan import ROWS, Chunk, RankPlan, TensorParallelShard
 
 
 def padded(plan: RankPlan, tensors: Sequence[Tensor]) -> list[Tensor]:

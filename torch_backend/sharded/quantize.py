@@ -21,8 +21,7 @@ from blockfp.recipes import Cast
 from ..custom_ops import cuda, part_ops
 from ..custom_ops.kernels import kernels_for
 from .amaxes import AmaxExchange
-from .rank_plan import Quantization
-from .shard import AXIS, COLUMNS, ROWS, TensorParallelShard
+from .rank_plan import AXIS, COLUMNS, ROWS, Quantization, TensorParallelShard
 
 
 class WeightShard(NamedTuple):

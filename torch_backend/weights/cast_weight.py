@@ -29,8 +29,7 @@ from ..quantized_tensor.refusals import CALL_THE_LAYER, PRODUCTS, PRODUCTS_ADDED
 from ..quantized_tensor.sharding import place_on
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..sharded.quantize import WeightShard, quantize_weights
-from ..sharded.rank_plan import Quantization, weight_quantization
-from ..sharded.shard import AXIS, TensorParallelShard
+from ..sharded.rank_plan import AXIS, Quantization, TensorParallelShard, weight_quantization
 from ..torch_internals import (
     NO_TORCH_FUNCTION,
     decomposes,

@@ -19,7 +19,7 @@ from blockfp.files.names import FORMAT, LAYER_BUFFERS, SUFFIXES
 from blockfp.formats import FORMATS
 
 from ..quantized_tensor import sharding
-from ..quantized_tensor.dtensors import placed
+from ..quantized_tensor.sharding import placed
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from .cast_weight import CastWeight
 from .held_parameters import become_tensor, check_free

@@ -4,7 +4,7 @@ import torch
 from blockfp.torch_backend.optimizer import optimizer_state
 from blockfp.torch_backend.optimizer.local_parameter import LocalParameter
 from blockfp.torch_backend.quantized_tensor import sharding
-from blockfp.torch_backend.quantized_tensor.dtensors import placed
+from blockfp.torch_backend.quantized_tensor.sharding import placed
 from blockfp.torch_backend.weights.module_state import InParts, keep_in_parts
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
