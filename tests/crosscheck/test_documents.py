@@ -184,6 +184,13 @@ def test_the_numerics_describe_every_format():
         assert f"`{base}`" in text, name
 
 
+def test_rooms_are_described_by_their_own_first_lines():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    printed = runpy.run_path(str(ROOT / "docs" / "rooms.py"))["printed"](page)
+    assert printed.count("| `") > 20
+    assert printed == page, "run `python docs/rooms.py`"
+
+
 def test_drawings_are_those_of_the_plans_and_results():
     """Every picture of docs/ is, byte for byte, what docs/drawings.py draws now."""
     drawn = {name: str(drawing) for name, drawing in runpy.run_path(str(ROOT / "docs" / "drawings.py"))["drawings"]().items()}
