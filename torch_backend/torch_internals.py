@@ -208,14 +208,15 @@ def _instances(kind: Any) -> list[Any]:
 
 
 _ddp_models: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+"""All that were made since blockfp was imported: torch keeps no list of them, and each registers the model that it wraps."""
 
 
 def _note_ddp(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Takes note of a DistributedDataParallel that registers its model."""
     if isinstance(parent, DistributedDataParallel):
         _ddp_models.add(parent)
 
 
-# torch keeps no list of them. Each registers the model that it wraps.
 register_module_module_registration_hook(_note_ddp)
 
 

@@ -141,7 +141,8 @@ class _GroupedLinear(Layer):
         return Tiles.of(sizes, x.shape[0], self.tile)
 
     def input_operands(self, x, tiles, state, *, rowwise=True, columnwise=True) -> tuple[Any, Any]:
-        scaling = self._scaling(self.multiplier(x, tiles, None if state is None else state.input_scale, "input"), tiles)
+        multiplier = None if state is None else self.multiplier(x, tiles, state.input_scale, "input")
+        scaling = self._scaling(multiplier, tiles)
         casts = self.recipe.input, self.recipe.input_columnwise
         if not isinstance(x, QuantizedArray):
             return self._quantized(x, tiles, casts, scaling, rowwise, columnwise)
@@ -159,7 +160,7 @@ class _GroupedLinear(Layer):
         return row, quantize_tiles(x, tiles, casts[1], scaling, COLUMNWISE) if columnwise else None
 
     def gradient_operands(self, g, kept, *, rowwise, columnwise) -> Pair:
-        multiplier = self.multiplier(g, kept.tiles, None if kept.state is None else kept.state.gradient_scale, "gradient")
+        multiplier = None if kept.state is None else self.multiplier(g, kept.tiles, kept.state.gradient_scale, "gradient")
         scaling = self._scaling(multiplier, kept.tiles, kept.key, gradient=True)
         casts = self.recipe.gradient, self.recipe.gradient_columnwise
         return self._quantized(g, kept.tiles, casts, scaling, rowwise, columnwise)

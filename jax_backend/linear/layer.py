@@ -191,7 +191,7 @@ def _differentiable(layer: Layer, x, weight, carrier, bias, sizes, key, state):
     kept = Residuals(row, x if layer.placement.gathers_input else column, weight, tiles, key, state, types)
     # Of what a state has its carrier alone has a derivative; it is its last leaf.
     later = [] if state_after is None or state_after.carrier is None else [state_after.carrier]
-    like, others = tuple(jax.typeof(leaf) for leaf in (y, *later)), len(jax.tree.leaves(state_after)) - len(later)
+    like, others = tuple([jax.typeof(leaf) for leaf in (y, *later)]), len(jax.tree.leaves(state_after)) - len(later)
 
     def rule(kept, carriers, tangents):
         dots = linear_map(partial(_forward, layer, like), partial(_backward, layer), (kept, carriers), tangents, like)

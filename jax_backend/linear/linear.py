@@ -47,11 +47,11 @@ class _Linear(Layer):
         return None
 
     def input_operands(self, x: Any, tiles, state, *, rowwise=True, columnwise=True) -> Pair:
-        multiplier = self.multiplier(x, tiles, None if state is None else state.input_scale, "input")
+        multiplier = None if state is None else self.multiplier(x, tiles, state.input_scale, "input")
         return input_operands(x, self.recipe, self.placement, multiplier, rowwise=rowwise, columnwise=columnwise)
 
     def gradient_operands(self, g, kept, *, rowwise, columnwise) -> Pair:
-        multiplier = self.multiplier(g, None, None if kept.state is None else kept.state.gradient_scale, "gradient")
+        multiplier = None if kept.state is None else self.multiplier(g, None, kept.state.gradient_scale, "gradient")
         return gradient_operands(g, self.recipe, self.placement, multiplier, kept.key, rowwise=rowwise, columnwise=columnwise)
 
     def gathered(self, weight: Matrix) -> Matrix:

@@ -8,7 +8,9 @@ import stat
 import struct
 import subprocess
 import sys
+import tempfile
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -134,7 +136,7 @@ def test_a_file_keeps_its_owner(tmp_path):
 
 def test_an_owner_who_cannot_be_kept_is_said(tmp_path, request):
     """The file is then its writer's own, and what its group could do nobody else can."""
-    folder = tmp_path.parents[2] / f"blockfp-{tmp_path.name}"
+    folder = Path(tempfile.gettempdir()) / f"blockfp-{tmp_path.name}-{os.getpid()}"
     folder.mkdir(exist_ok=True)
     request.addfinalizer(lambda: [*(file.unlink() for file in folder.iterdir()), folder.rmdir()])
     folder.chmod(0o777)

@@ -212,7 +212,7 @@ def test_memory_from_meta_has_its_buffers_set():
             assert layer.step == 0
             assert 0 <= layer.rng_key.min() <= layer.rng_key.max() < 2**32
         else:
-            assert layer.input_scale == layer.gradient_scale == 1
+            assert layer.input_scale == layer.gradient_scale == 0
             assert not layer.input_amax_history.any()
 
 

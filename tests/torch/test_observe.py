@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from arrays import values
+from arrays import values, with_scales
 from blockfp.torch_backend.linear.observe import OPERANDS
 from torch import nn
 
@@ -45,8 +45,8 @@ def test_nothing_changes(name, compiled):
 
 
 def test_figures():
-    """Counted by hand: with the scale 1 of a delayed layer that never stepped."""
-    layer = bfp.Linear(4, 2, bias=False, recipe="fp8_delayed")
+    """Counted by hand: with a scale of 1."""
+    layer = with_scales(bfp.Linear(4, 2, bias=False, recipe="fp8_delayed"))
     x = torch.tensor([[1000.0, 2.0**-12, 0.0, 3.0], [448.0, 460.0, 1.0, -500.0]])
     with bfp.observe(layer) as observation:
         layer(x)

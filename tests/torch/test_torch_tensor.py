@@ -151,9 +151,9 @@ def test_initial_values_follow_the_rows():
             q.initial = wrong
     q.initial = x
     q.copy_(bfp.quantize(x, "nvfp4_16x16"))
-    assert (q.initial, q.geometry.loaded) == (None, False)
+    assert (q.initial, q.geometry.loaded) == (None, "codes")
     q.copy_(weight.clone())
-    assert (q.initial, q.geometry.loaded) == (None, False)
+    assert (q.initial, q.geometry.loaded) == (None, "codes")
     other.initial = x
     q.copy_(other)
     assert torch.equal(q.initial, x)

@@ -160,7 +160,9 @@ class StatefulLayer(RecipeLayer):
         """Returns the buffers as `linear` takes them."""
         # An attribute of a module that is a buffer costs a Python call each.
         buffers: Any = self._buffers
-        if buffers["input_scale"] is not None and not torch.compiler.is_compiling():
+        delayed = buffers["input_scale"] is not None
+        compiled = delayed and torch.compiler.is_compiling()
+        if delayed and not compiled:
             own: Any = self._parameters
             weight = own["weight"] if "weight" in own else self.held_weight()
             written = weight._noted if type(weight) is CastWeight else self.written
@@ -176,7 +178,7 @@ class StatefulLayer(RecipeLayer):
         rank = 0 if key is None or self.keyed_by_unit else data_rank(self.data_rank)
         history, gradient_history = buffers["input_amax_history"], buffers["gradient_amax_history"]
         scale, gradient_scale = buffers["input_scale"], buffers["gradient_scale"]
-        known = self.has_scales if torch.compiler.is_compiling() else scale is self.known_scale
+        known = delayed and (self.has_scales if compiled else scale is self.known_scale)
         return LinearState(history, scale, gradient_history, gradient_scale, key, buffers["step"], rank, self.observed, known)
 
     def note_updated(self) -> None:
