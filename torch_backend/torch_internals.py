@@ -133,9 +133,6 @@ fused_rms_norm: Callable[..., tuple[Tensor, Tensor]] = torch.ops.aten._fused_rms
 rms_norm_backward: Callable[..., tuple[Tensor | None, Tensor | None]] = torch.ops.aten._fused_rms_norm_backward.default
 """The gradients of `torch.nn.functional.rms_norm` on a GPU, made with these. Autograd calls it, and nothing public does."""
 
-raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
-"""The number of a CUDA device's current stream; `torch.cuda.current_stream` makes an object of it, at ten times the cost."""
-
 foreach_add_: Callable[..., None] = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
 """Adds to many tensors in one launch. torch's optimizers use it; there is no public name."""
 

@@ -15,34 +15,14 @@ from blockfp.jax_backend.arrays.sharded import sharding_of
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from samples import sample
+from sequence_cases import CASES, IN, OUT
 
 import blockfp.jax as bfp
 from blockfp import recipes
-from blockfp.recipes import Cast
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
-IN, OUT = 96, 64
 KEY = jnp.array([3, 4], jnp.uint32)
 SCALED = bfp.DelayedState(jnp.zeros(4), jnp.float32(37.5), jnp.zeros(4), jnp.float32(1000))
-HIGH_PRECISION_BACK = recipes.mxfp8().replace(gradient=Cast(None), input_columnwise=Cast(None), gradient_columnwise=Cast(None))
-
-# Of each family tokens that ranks cut between blocks, and inside them.
-CASES = [
-    *(("mxfp8", leading, ranks) for leading in ((128,), (3, 64), (2, 2, 64)) for ranks in (2, 4)),
-    ("mxfp4", (3, 64), 2),
-    ("mxfp4", (2, 2, 64), 4),
-    ("mxfp6", (2, 64), 2),
-    ("fp8_current", (3, 64), 2),
-    ("fp8_delayed", (2, 64), 4),
-    ("fp8_block", (2, 256), 2),
-    ("fp8_block", (2, 64), 4),
-    ("fp8_row", (2, 64), 2),
-    ("nvfp4", (3, 64), 2),
-    ("nvfp4", (2, 2, 24), 4),
-    ("nvfp4_4over6", (2, 64), 2),
-    ("mxfp4_rotated", (2, 64), 2),
-    (HIGH_PRECISION_BACK, (3, 12), 4),
-]
 
 
 def layer(recipe, x, w, b, g, **options):
