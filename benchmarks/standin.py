@@ -20,7 +20,7 @@ from unittest import mock
 
 import torch
 from blockfp.torch_backend.custom_ops import gated_kernels, norm_kernels, products
-from blockfp.torch_backend.torch_internals import raw_stream, rms_norm_backward
+from blockfp.torch_backend.torch_internals import rms_norm_backward
 from torch import Tensor
 
 from blockfp.kernels import cuda_library, switch
@@ -81,9 +81,7 @@ def launches(
             patches.enter_context(mock.patch.object(kernels, "differing", return_value={}))
         patches.callback(_forget_plans)
         _forget_plans()
-        # torch's builds with CUDA want a device's number for its stream, which these tensors don't have.
-        own = [(_routes, _route_on), (raw_stream, {None: 0}.get)]
-        for target, replacement in (*own, *(_IDLE if torchs is None else torchs)):
+        for target, replacement in ((_routes, _route_on), *(_IDLE if torchs is None else torchs)):
             _replace(patches, target, replacement)
         yield
 
