@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from .definition import checks, numerics, views
-from .definition.refusals import NoValues
+from .definition.checks import NoValues
 from .definition.rounding import Key
 from .formats import Format
 from .kernels import native

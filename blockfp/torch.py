@@ -39,8 +39,7 @@ from .torch_backend.modules.transformer_layer import TransformerLayer
 from .torch_backend.optimizer.adamw import Adam, AdamW
 from .torch_backend.optimizer.clipping import clip_grad_norm_
 from .torch_backend.optimizer.set_recipe import set_recipe
-from .torch_backend.quantized_tensor.keys import random_key
-from .torch_backend.quantized_tensor.quantize import fake_quantize, from_jax, quantize
+from .torch_backend.quantized_tensor.quantize import fake_quantize, from_jax, quantize, random_key
 from .torch_backend.quantized_tensor.tensor import QuantizedTensor, _rebuild_tensor
 from .torch_backend.weights.cast_weight import CastWeight, _rebuild_cast_weight
 from .torch_backend.weights.loading import init_, load_high_precision_

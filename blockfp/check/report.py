@@ -7,6 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import numpy as np
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+
 from ..files.modelfile import Tensor
 from ..formats import Format
 from .comparison import Comparison
@@ -187,3 +191,53 @@ def _cells(statistics: Statistics) -> tuple[str, ...]:
 
 def _percent(share: float) -> str:
     return "0" if share == 0 else f"{share:.3%}" if share >= 1e-5 else "<0.001%"
+
+
+# ---- the plot
+
+
+def draw(findings: Findings, path: Path) -> None:
+    """Writes a PNG: SQNR of each format (a bar for all tensors, a dot for each), and how often each scale exponent occurs."""
+    summary = findings.by_format()
+    names = [format.name for format in summary]
+    lines = np.arange(len(names))
+    figure = Figure(figsize=(13, 1.8 + 0.24 * len(names)), layout="constrained")
+    error, scales = figure.subplots(1, 2, sharey=True)
+
+    totals = [_finite(statistics.sqnr_db) for _, statistics in summary.values()]
+    families = [name.split("_")[0] for name in names]
+    colors = {family: f"C{i}" for i, family in enumerate(dict.fromkeys(families))}
+    error.barh(lines, totals, color=[colors[family] for family in families], alpha=0.55)
+    line_of = {name: line for line, name in enumerate(names)}
+    dots = [(_finite(c.statistics.sqnr_db), line_of[c.format.name]) for _, _, c in findings.checks()]
+    if dots:
+        error.plot(*zip(*dots, strict=True), "k.", markersize=2.5, alpha=0.6)
+    error.set_xlabel("SQNR, dB (bar: all tensors; dots: each tensor)")
+    error.set_yticks(lines, names, fontsize=8)
+    error.invert_yaxis()
+    error.grid(axis="x", alpha=0.3)
+
+    exponents = [e for _, statistics in summary.values() for e in statistics.exponents]
+    if exponents:
+        low, high = min(exponents), max(exponents)
+        share = np.zeros((len(names), high - low + 1))
+        for line, (_, statistics) in enumerate(summary.values()):
+            for exponent, count in statistics.exponents.items():
+                share[line, exponent - low] = count / statistics.exponents.total()
+        image = scales.imshow(
+            np.ma.masked_equal(share, 0),
+            aspect="auto",
+            interpolation="nearest",
+            norm=LogNorm(vmin=max(share[share > 0].min(), 1e-6), vmax=1),
+            extent=(low - 0.5, high + 0.5, len(names) - 0.5, -0.5),
+        )
+        figure.colorbar(image, ax=scales, label="share of the format's scales", pad=0.01)
+    scales.set_xlabel("binary exponent of the decode scale")
+    compared = ", ".join(backend.name for backend in findings.backends)
+    verdict = "all bits equal" if findings.identical else "BITS DIFFER"
+    figure.suptitle(f"{', '.join(p.name for p in findings.files)} through {compared}: {verdict}")
+    figure.savefig(path, format="png", dpi=110)
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else math.nan

@@ -20,11 +20,10 @@ from rich.markup import escape
 from .. import __version__
 from ..check import backends
 from ..check.backends import BACKENDS
-from ..check.comparison import Comparison, read_report
+from ..check.comparison import Comparison, against_source, read_report
 from ..check.comparison import compare as compare_reports
 from ..check.crosscheck import check
 from ..check.report import Findings, comparison_table, format_table, tensor_table, to_json
-from ..check.source import against_source
 from ..errors import BadBackend
 from ..files import saving, untrusted
 from ..files.atomic import replacing
@@ -110,7 +109,7 @@ def check_command(
             temporary.write_text(json.dumps(to_json(findings, versions()), indent=1, allow_nan=False) + "\n")
         say(f"report: {report}")
     if plot:
-        from ..check.plot import draw
+        from ..check.report import draw
 
         with replacing(plot) as temporary:
             draw(findings, temporary)

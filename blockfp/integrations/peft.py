@@ -30,8 +30,7 @@ from ..torch_backend.linear.linear import apply
 from ..torch_backend.modules.experts import Experts
 from ..torch_backend.modules.grouped_linear import GroupedLinear
 from ..torch_backend.modules.kinds import base_kind, weight_names
-from ..torch_backend.modules.linear import Linear
-from ..torch_backend.modules.transposed_linear import TransposedLinear
+from ..torch_backend.modules.linear import Linear, TransposedLinear
 from ..torch_backend.quantized_tensor import sharding
 from ..torch_backend.quantized_tensor.tensor import QuantizedTensor
 from ..torch_backend.weights.cast_weight import CastWeight

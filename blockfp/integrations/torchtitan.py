@@ -25,8 +25,8 @@ from ..torch_backend.modules.kinds import base_kind
 from ..torch_backend.modules.parallelize import parallelize
 from ..torch_backend.modules.quantized_layer import Weights
 from ..torch_backend.optimizer.adamw import Adam, AdamW
-from ..torch_backend.weights.held_parameters import become
 from ..torch_backend.weights.loading import init_
+from ..torch_backend.weights.module_state import become
 
 
 class BlockfpConverter(ModelConfigConverter):

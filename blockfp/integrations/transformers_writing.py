@@ -32,9 +32,9 @@ from blockfp.files.layouts.layout import not_released, write_layout
 
 from ..torch_backend.check import to_numpy
 from ..torch_backend.checkpoint import ranks
+from ..torch_backend.checkpoint.conversion import split_weight
 from ..torch_backend.checkpoint.files import high_precision_state_dict
 from ..torch_backend.checkpoint.stream import WeightStream, stream_apart
-from ..torch_backend.checkpoint.taken_apart import split_weight
 from ..torch_backend.modules import model_names
 from ..torch_backend.modules.experts import Experts
 from ..torch_backend.modules.kinds import quantized_names

@@ -33,8 +33,8 @@ from ..implementations.jax_internals import (
     STOP_GRADIENT,
     flattening_caller,
 )
-from . import flax_state, identity, storage
-from .views import stored, view_codes, view_scales
+from . import identity, storage
+from .identity import stored, view_codes, view_scales
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -84,8 +84,8 @@ class QuantizedArray(BlockScaledArray):
     )
 
     def __post_init__(self):
-        if "flax.serialization" in sys.modules and not flax_state.registered:
-            flax_state.register(QuantizedArray)
+        if "flax.serialization" in sys.modules and not storage.registered:
+            storage.register(QuantizedArray)
 
     @classmethod
     def _from_parts(cls, codes, scales, tensor_scale, format: Format, columns: int, dtype, origin: tuple[int, int]):

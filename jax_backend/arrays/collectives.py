@@ -27,7 +27,7 @@ from blockfp.sharding.reducing import check_reduce_format, rows_alone
 from ..implementations import explicit, ops
 from ..implementations.carriers import carrier_of
 from ..implementations.derivatives import attach, linear_map
-from ..implementations.replication import axis_index, varying
+from ..implementations.explicit import axis_index, varying
 from . import reducing, sharded
 from .array import QuantizedArray
 from .quantize import quantize

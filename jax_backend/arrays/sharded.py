@@ -18,7 +18,7 @@ from blockfp.formats import Format
 from blockfp.sharding.placement import Mesh, Replicate, Sharding, from_partition_spec
 from blockfp.sharding.steps import Dequantize, Gather, Plan, Quantize, Rotate, Straddle, Transpose
 
-from ..implementations import ops, replication
+from ..implementations import explicit, ops
 from ..implementations.xla import materialize
 from . import storage
 from .array import QuantizedArray
@@ -96,7 +96,7 @@ def _quantize(step: Quantize, local: Local, options: Options) -> Local:
     whole, field = options.multiplier, "tensor" if format.scale.two_level else "blocks"
     if storage.is_aligned(format, sharding) and not step.straddles and options.key is None:
         if step.amax_axes and whole is None:
-            whole = replication.max_over(getattr(ops.amax(x, format=format), field), step.amax_axes)
+            whole = explicit.max_over(getattr(ops.amax(x, format=format), field), step.amax_axes)
         q = ops.quantize(x, None, whole, format=format, eps=options.eps, nominal=options.nominal)
         return Local(None, *_known_alike(step, q))
     buffer = storage.into_blocks(x, format, sharding)
@@ -108,7 +108,7 @@ def _quantize(step: Quantize, local: Local, options: Options) -> Local:
         assert amax is not None
         amax = _reduce_straddling(step, straddle, amax)
     if step.amax_axes and amax is not None:
-        amax = amax._replace(**{field: replication.max_over(getattr(amax, field), step.amax_axes)})
+        amax = amax._replace(**{field: explicit.max_over(getattr(amax, field), step.amax_axes)})
     q = numerics.quantize(
         buffer,
         format,
@@ -135,7 +135,7 @@ def _known_alike(step: Quantize, q: Quantized) -> Quantized:
         return q
     field = "tensor_scale" if step.format.scale.two_level else "scales"
     scale = getattr(q, field)
-    return q._replace(**{field: replication.max_over(scale.view(jnp.int32), lone).view(scale.dtype)})
+    return q._replace(**{field: explicit.max_over(scale.view(jnp.int32), lone).view(scale.dtype)})
 
 
 def _reduce_straddling(step: Quantize, straddle: Straddle, amax: Amax) -> Amax:
@@ -154,7 +154,7 @@ def _reduce_straddling(step: Quantize, straddle: Straddle, amax: Amax) -> Amax:
     def reduced(part: jax.Array | None, axis: int) -> jax.Array | None:
         if part is None:
             return None
-        return storage.take(replication.max_over(storage.take(part, own, axis), straddle.axes), back, axis, otherwise=part)
+        return storage.take(explicit.max_over(storage.take(part, own, axis), straddle.axes), back, axis, otherwise=part)
 
     of_blocks = {"blocks": reduced(amax.blocks, axis), "nan": reduced(amax.nan, axis)}
     return amax._replace(**of_blocks, members=reduced(amax.members, axis - 1))

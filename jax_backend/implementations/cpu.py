@@ -26,8 +26,8 @@ from blockfp.kernels.format_numbers import format_numbers, largest_multiplier
 from blockfp.kernels.once import once
 
 from .backend import Backend, keys_of_both, missing_library
+from .explicit import vary, varying
 from .jax_internals import runs_compiled
-from .replication import vary, varying
 from .xla import XLA
 
 _FORMAT = ("element", "block_rows", "block_columns", "rule")

@@ -16,9 +16,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.core import Tracer
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
+
+from blockfp.definition.rotation import GROUP, rotate
 
 from . import amaxes, explicit
 from .carriers import carrier_of, is_carrier
@@ -291,3 +295,15 @@ def _jvp_of(function: Callable[..., Flat], primals: Flat, tangents: Flat) -> tup
 
 def _batch_size(args: Flat, dims: Flat) -> int:
     return next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+
+
+# ---- the Hadamard transform
+
+
+def hadamard(x: jax.Array, *, inverse: bool = False) -> jax.Array:
+    """Multiplies each group of 16 along the last axis of x by `rotate`'s matrix (or its inverse); a tail stays as it is."""
+    matrix = rotate(np.eye(GROUP, dtype=np.float32))
+    whole = x.shape[-1] // GROUP * GROUP
+    groups = x[..., :whole].reshape(*x.shape[:-1], -1, GROUP)
+    turned = jnp.matmul(groups, (matrix.T if inverse else matrix).astype(x.dtype), precision=lax.Precision.HIGHEST)
+    return jnp.concatenate([turned.reshape(*x.shape[:-1], whole), x[..., whole:]], axis=-1)

@@ -23,7 +23,7 @@ from blockfp.formats import Format
 
 from . import choice, explicit
 from .backend import Backend
-from .replication import vary, varying
+from .explicit import vary, varying
 from .xla import XLA
 
 Result = TypeVar("Result")

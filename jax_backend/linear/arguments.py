@@ -17,7 +17,7 @@ from ..arrays.array import QuantizedArray
 from ..implementations.carriers import carrier_of
 from ..implementations.jax_internals import without_tangents
 from ..params.params import dequantize_params, quantize_weight
-from . import overflow
+from . import operands
 from .delayed import DelayedState
 from .products import Matrix
 
@@ -92,7 +92,7 @@ def stored_weight(weight, recipe: Recipe) -> tuple[Matrix, jax.Array | None]:
 
 @partial(jax.jit, static_argnames="format", inline=True)
 def _quantized_here(weight: jax.Array, format: Format) -> QuantizedArray:
-    return overflow.propagate(quantize_weight(weight, format), overflow.is_finite(weight))
+    return operands.propagate(quantize_weight(weight, format), operands.is_finite(weight))
 
 
 def transposed_weight(weight: Matrix, recipe: Recipe) -> Matrix:

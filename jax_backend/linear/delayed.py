@@ -16,7 +16,7 @@ from blockfp import recipes
 from blockfp.definition import scaling
 from blockfp.recipes import Operand, Recipe
 
-from ..implementations import amaxes, replication
+from ..implementations import amaxes, explicit
 from ..implementations.carriers import Shares, carrier_of
 from ..implementations.derivatives import attach, linear_map
 from ..params.trees import describe, map_with_path
@@ -113,7 +113,7 @@ def _checked(amax: jax.Array, scale: jax.Array) -> jax.Array:
     return attach(amax, (), (carrier_of(amax), carrier_of(scale)), rule)
 
 
-def cotangent(amax: Callable[[], jax.Array], later: Sequence[jax.Array], varies: replication.Axes | None) -> jax.Array:
+def cotangent(amax: Callable[[], jax.Array], later: Sequence[jax.Array], varies: explicit.Axes | None) -> jax.Array:
     """The cotangent of a state's carrier: the amax of a layer's gradient, or that of a later use.
 
     Args:
@@ -122,7 +122,7 @@ def cotangent(amax: Callable[[], jax.Array], later: Sequence[jax.Array], varies:
         varies: the mesh axes that the state varies over.
     """
     newest = scaling.record(jnp.stack([amaxes.as_float(each) for each in later]), amax())[0]
-    return amaxes.as_amax(replication.max_like(newest, varies))
+    return amaxes.as_amax(explicit.max_like(newest, varies))
 
 
 def delayed_state(recipe: Recipe | str) -> DelayedState:
@@ -169,7 +169,7 @@ def update_scales(states: Any, seen: Any, recipe: Recipe | str, *, axes: Sequenc
         return replace(its, gradient_scale=_mixed(its))
 
     for name in axes:
-        replication.axis_index(name)
+        explicit.axis_index(name)
     seen = map_with_path(check, states, seen, is_leaf=_is_state)
     leaves, tree = jax.tree.flatten(states, is_leaf=_is_state)
     observed = tree.flatten_up_to(seen)
@@ -238,10 +238,10 @@ def of_all(states: DelayedState) -> DelayedState:
 def _largest_over(histories: list[jax.Array], axes: Sequence[str]) -> list[jax.Array]:
     """Reduces the newest entries of histories [history, ...] to the largest over mesh axes, all in one reduction."""
     # Older entries are equal on all ranks. Where JAX keeps account of what varies it doesn't know that, until they are reduced.
-    known = [not replication.varying(h) & set(axes) for h in histories]
+    known = [not explicit.varying(h) & set(axes) for h in histories]
     parts = [h[:1] if k else h for h, k in zip(histories, known, strict=True)]
     together = jnp.concatenate([part.reshape(-1) for part in parts])
-    together = replication.max_over(together.view(jnp.int32), axes).view(jnp.float32)
+    together = explicit.max_over(together.view(jnp.int32), axes).view(jnp.float32)
     each = jnp.split(together, list(itertools.accumulate(part.size for part in parts))[:-1])
     reduced = [new.reshape(part.shape) for new, part in zip(each, parts, strict=True)]
     return [jnp.concatenate([new, h[1:]]) if k else new for new, h, k in zip(reduced, histories, known, strict=True)]

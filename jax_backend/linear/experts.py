@@ -19,10 +19,10 @@ from blockfp.recipes import Cast, Recipe
 from blockfp.sharding.dispatching import check_rows
 
 from ..arrays.array import QuantizedArray, wrap_parts
-from ..implementations import explicit, ops, replication
+from ..implementations import explicit, ops
 from ..implementations.carriers import carrier_of
 from ..implementations.derivatives import attach, linear_map
-from . import overflow
+from . import operands
 from .experts_route import Route
 
 
@@ -174,7 +174,7 @@ def _checked(x, experts, num_experts: int, axis: str | None) -> tuple[jax.Array,
         )
     ranks = 1
     if axis is not None:
-        replication.axis_index(axis)
+        explicit.axis_index(axis)
         ranks = lax.axis_size(axis)
     if num_experts < 1 or num_experts % ranks:
         raise ValueError(f"num_experts = {num_experts} must be a multiple of the {ranks} ranks of {axis!r}")
@@ -189,12 +189,12 @@ def _sent(x: jax.Array, format: Format, eps: float, route: Route, *, of_tokens: 
     amax = None
     if format.has_tensor_scale and route.axis is not None:
         # That of a tensor is the same in every format.
-        amax = replication.max_over(ops.amax(x, format=FP8_E4M3).blocks, (route.axis,))
+        amax = explicit.max_over(ops.amax(x, format=FP8_E4M3).blocks, (route.axis,))
     q = wrap_parts(ops.quantize(x, None, amax, format=format, eps=eps_for(format, eps)), format, x)
     if format.has_tensor_scale:
-        q = overflow.propagate(q, overflow.is_finite(x, frozenset(() if route.axis is None else (route.axis,))))
+        q = operands.propagate(q, operands.is_finite(x, frozenset(() if route.axis is None else (route.axis,))))
     else:
-        q = overflow.propagate_rows(q, jnp.isfinite(x).all(axis=1))
+        q = operands.propagate_rows(q, jnp.isfinite(x).all(axis=1))
     if format.per_tensor:
         return q.replace(codes=route.send(q.codes, of_tokens=of_tokens))
     scales = q.scales
@@ -211,7 +211,7 @@ def _linked(result: Any, route: Route, x: jax.Array, *, of_tokens: bool) -> Any:
     """Gives what became of x on its way the derivative of the way."""
     if not isinstance(x, Tracer):
         return result
-    over, like = replication.varying(x), [jax.typeof(result).to_tangent_aval()]
+    over, like = explicit.varying(x), [jax.typeof(result).to_tangent_aval()]
 
     def forward(route, tangent):
         return [route.send(tangent, of_tokens=of_tokens)]
@@ -220,7 +220,7 @@ def _linked(result: Any, route: Route, x: jax.Array, *, of_tokens: bool) -> Any:
         rows = route.give_back(cotangents[0])
         if of_tokens:
             rows = rows.reshape(route.tokens, route.choices, -1).astype(jnp.float32).sum(axis=1)
-        return replication.sum_like(jnp.where(route.fits, rows, jnp.nan).astype(x.dtype), over, ())
+        return explicit.sum_like(jnp.where(route.fits, rows, jnp.nan).astype(x.dtype), over, ())
 
     return attach(result, route, carrier_of(x), lambda route, _, dot: linear_map(forward, backward, route, dot, like))
 
@@ -230,7 +230,7 @@ def _returned(y: jax.Array, route: Route, recipe: Recipe | None) -> jax.Array:
     rows = route.give_back(lax.stop_gradient(y))
     if not isinstance(y, Tracer):
         return rows
-    over, like = replication.varying(y), [jax.typeof(rows)]
+    over, like = explicit.varying(y), [jax.typeof(rows)]
     format = None if recipe is None or not _keeps_values(recipe.gradient) else recipe.gradient.format
 
     def forward(route, tangent):
@@ -243,7 +243,7 @@ def _returned(y: jax.Array, route: Route, recipe: Recipe | None) -> jax.Array:
         else:
             q = _sent(lax.stop_gradient(g), format, recipe.eps, route, of_tokens=False)
             sent = _linked(q.dequantize(), route, g, of_tokens=False)
-        return replication.sum_like(sent, over, ())
+        return explicit.sum_like(sent, over, ())
 
     return attach(rows, route, carrier_of(y), lambda route, _, dot: linear_map(forward, backward, route, dot, like))
 

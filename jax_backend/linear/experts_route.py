@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..implementations import choice, replication
+from ..implementations import choice, explicit
 from .tiles import gather_rows
 
 
@@ -77,7 +77,7 @@ class Route:
         wrong = ((chosen.reshape(-1) != -1) & ~known).any().astype(jnp.int32)
         ranks, rank, counts = 1, 0, jnp.append(own, wrong)[None]
         if axis is not None:
-            ranks, rank = lax.axis_size(axis), replication.axis_index(axis)
+            ranks, rank = lax.axis_size(axis), explicit.axis_index(axis)
             counts = lax.all_gather(counts[0], axis)
         counts, wrong = counts[:, :-1].reshape(ranks, ranks, -1), counts[:, -1]
         # [from, to], and the places of each rank's rows among those that another receives.
@@ -147,5 +147,5 @@ def _in_buckets(rows, sent, received, places, *, room: int, bucket: int, axis: s
 
 
 def _ragged(rows, sent, received, places, *, room: int, axis: str) -> jax.Array:
-    out = replication.vary(jnp.zeros((room, *rows.shape[1:]), rows.dtype), replication.varying(rows) | {axis})
+    out = explicit.vary(jnp.zeros((room, *rows.shape[1:]), rows.dtype), explicit.varying(rows) | {axis})
     return lax.ragged_all_to_all(rows, out, _before(sent, axis=0), sent, places, received, axis_name=axis)

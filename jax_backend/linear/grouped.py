@@ -21,7 +21,7 @@ from blockfp.definition.rounding import COLUMNWISE, ROWWISE, Key
 from blockfp.recipes import Cast, Recipe
 
 from ..arrays.array import QuantizedArray
-from ..implementations import explicit, ops, replication
+from ..implementations import explicit, ops
 from .arguments import check_quantized_input, check_state, check_tensors, stored_weight
 from .delayed import DelayedState, given_back
 from .grouped_codes import GroupCodes, quantize_groups
@@ -133,7 +133,7 @@ class _GroupedLinear(Layer):
     def _scaling(self, multiplier, tiles: Tiles, key: jax.Array | None = None, *, gradient: bool = False) -> Scaling:
         # Groups are numbered over all ranks, so that dividing them changes no random bit.
         groups = tiles.sizes.shape[0]
-        first = 0 if self.expert_axis is None else replication.axis_index(self.expert_axis) * groups
+        first = 0 if self.expert_axis is None else explicit.axis_index(self.expert_axis) * groups
         cut = self.placement.tensor if self.placement.kind == ("column" if gradient else "row") else None
         return Scaling(self.recipe.eps, multiplier, key, self.placement.coordinate(), first, cut)
 
@@ -206,7 +206,7 @@ class _GroupedLinear(Layer):
 def _check_axes(placement: LayerPlacement, expert_axis: str | None) -> None:
     if expert_axis is None:
         return
-    replication.axis_index(expert_axis)
+    explicit.axis_index(expert_axis)
     if expert_axis in placement.data_axes:
         raise ValueError(
             f"expert_axis = {expert_axis!r} is one of data_axes = {placement.data_axes} too: a rank on it has groups "

@@ -27,7 +27,7 @@ from blockfp.kernels.format_numbers import cuda_rotates
 from blockfp.recipes import HIGH_PRECISION, Cast
 
 from ..arrays.array import QuantizedArray
-from ..implementations import cuda, replication
+from ..implementations import cuda, explicit
 from .tiles import Scaling, Tiles, gather_rows, quantize_tiles, turn_tiles
 
 
@@ -223,9 +223,9 @@ def _by_kernel(
 
 def on_device(kernel: Callable[..., Any], definition: Callable[..., Any], *operands: Any) -> Any:
     """Runs the kernel on CUDA devices and the definition elsewhere; what they give varies as the operands do."""
-    over = frozenset().union(*(replication.varying(leaf) for leaf in jax.tree.leaves(operands)))
+    over = frozenset().union(*(explicit.varying(leaf) for leaf in jax.tree.leaves(operands)))
 
     def varying(run):
-        return lambda *operands: jax.tree.map(lambda part: replication.vary(part, over), run(*operands))
+        return lambda *operands: jax.tree.map(lambda part: explicit.vary(part, over), run(*operands))
 
     return lax.platform_dependent(*operands, cuda=varying(kernel), default=varying(definition))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..arrays.array import QuantizedArray
-from ..implementations import replication
+from ..implementations import explicit
 from ..params.params import shares_scale
 from .products import Matrix, product
 from .tiles import Tiles
@@ -70,8 +70,8 @@ def by_columns(a: Matrix, b: Matrix, tiles: Tiles, dtype, *, fast: bool, exact: 
 
 def _varying(*operands: Any):
     """Returns a function that makes an array vary over the mesh axes of all of these."""
-    over = frozenset().union(*(replication.varying(leaf) for leaf in jax.tree.leaves(operands)))
-    return lambda x: replication.vary(x, over)
+    over = frozenset().union(*(explicit.varying(leaf) for leaf in jax.tree.leaves(operands)))
+    return lambda x: explicit.vary(x, over)
 
 
 def _of_groups(tiles: Tiles) -> _Span:

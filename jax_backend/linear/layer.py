@@ -22,7 +22,7 @@ from blockfp.definition import scaling
 from blockfp.recipes import Cast, Operand, Recipe
 
 from ..arrays.array import QuantizedArray
-from ..implementations import replication
+from ..implementations import explicit
 from ..implementations.carriers import carrier_of
 from ..implementations.derivatives import attach, either, linear_map
 from ..implementations.jax_internals import evaluating, runs_at_once, without_tangents
@@ -122,7 +122,7 @@ class Layer(ABC):
         if scale is None or format is None:
             return scale
         amax = self.largest_amax(x, tiles).view(jnp.int32)
-        amax = replication.max_over(amax, axes) if (axes := self.shares_amax()) else amax
+        amax = explicit.max_over(amax, axes) if (axes := self.shares_amax()) else amax
         return scaling.delayed_multiplier(scale, amax, format, self.recipe.eps)
 
     @abstractmethod
@@ -152,7 +152,7 @@ class Residuals(NamedTuple):
     tiles: Any
     key: jax.Array | None
     state: DelayedState | None
-    types: replication.VaryingAxes
+    types: explicit.VaryingAxes
 
 
 def _in_one_program(*static: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -185,7 +185,7 @@ def _differentiable(layer: Layer, x, weight, carrier, bias, sizes, key, state):
     if isinstance(x, QuantizedArray):
         x, point = x.without_carrier(), x.carrier
     carriers = carriers_of(LayerInputs(point, carrier, bias, None if state is None else state.carrier))
-    types = replication.VaryingAxes.of(point, carrier, bias, state)
+    types = explicit.VaryingAxes.of(point, carrier, bias, state)
     x, weight, bias, state = without_tangents((x, weight, bias, state))
     y, tiles, state_after, row, column = _multiplied(layer, carriers.weight is not None, x, weight, bias, sizes, state)
     kept = Residuals(row, x if layer.placement.gathers_input else column, weight, tiles, key, state, types)
@@ -271,7 +271,7 @@ def _cotangents(layer: Layer, wanted: LayerInputs, watched: bool, kept: Residual
         summed = (placement.tensor,) if placement.kind == "column" and placement.tensor and not placement.sequence else ()
         weight = layer.gathered(kept.weight)
         dx = layer.multiply_rows_back(gradient_row, weight, tiles, fast="dgrad" in recipe.fast_accum)
-        dx = replication.sum_like(placement.sum_input(dx), types.x, summed)
+        dx = explicit.sum_like(placement.sum_input(dx), types.x, summed)
     if gradient_column is not None:
         dw = layer.multiply_columns(gradient_column, column, tiles, fast="wgrad" in recipe.fast_accum)
         dw = _sum_weight(layer, types, dw)
@@ -298,7 +298,7 @@ def _second(
         weight = values(transposed_weight(forward.weight, recipe), points.weight, transposed=True)
         g = layer.values(row, tiles, g_carrier, recipe.gradient)
         dx = sum_of_products((dgrad, g_dot, weight), (dgrad, g, dots.weight))
-        dx = None if dx is None else replication.sum_like(dx.astype(layer.dtype), types.x, ())
+        dx = None if dx is None else explicit.sum_like(dx.astype(layer.dtype), types.x, ())
     if made.weight is not None:
         x = layer.values(forward.column, tiles, points.x, recipe.input_columnwise, transposed=True)
         g = layer.values(column, tiles, g_carrier, recipe.gradient_columnwise, transposed=True)
@@ -310,14 +310,14 @@ def _second(
     return [*there, *(None for _ in jax.tree.leaves(made.state))]
 
 
-def _sum_weight(layer: Layer, types: replication.VaryingAxes, dw: jax.Array) -> jax.Array:
+def _sum_weight(layer: Layer, types: explicit.VaryingAxes, dw: jax.Array) -> jax.Array:
     placement = layer.placement
     rest = [name for name in placement.data_axes if name not in placement.fsdp]
-    return replication.sum_like(placement.scatter_weight(dw, layer.recipe.weight.format), types.carrier, rest)
+    return explicit.sum_like(placement.scatter_weight(dw, layer.recipe.weight.format), types.carrier, rest)
 
 
 def _sum_bias(layer: Layer, kept: Residuals, g: jax.Array, dtype) -> jax.Array:
     placement = layer.placement
     tokens = (placement.tensor,) if placement.gathers_gradient and placement.tensor else ()
     db = layer.sum_rows(g, kept.tiles).astype(dtype)
-    return replication.sum_like(db, kept.types.bias, (*placement.data_axes, *tokens))
+    return explicit.sum_like(db, kept.types.bias, (*placement.data_axes, *tokens))

@@ -11,13 +11,15 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from blockfp.sharding import plans
 from blockfp.sharding.placement import Placement, Replicate, Shard, Sharding
 
 from ..arrays import sharded, storage
 from ..arrays.array import QuantizedArray
-from ..implementations import replication
+from ..implementations import explicit
+from .products import Matrix
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class LayerPlacement:
         if set(data_axes) <= set(names):
             data_axes = tuple(name for name in names if name in data_axes)
         for name in data_axes:
-            replication.axis_index(name)
+            explicit.axis_index(name)
         placement = cls(weight.sharding if isinstance(weight, QuantizedArray) else None, data_axes, sequence)
         tensor = placement._tensor_axes
         if len(tensor) > 1:
@@ -154,7 +156,7 @@ class LayerPlacement:
             return None
         place = jnp.int32(0)
         for name in self.data_axes:
-            place = place * lax.axis_size(name) + replication.axis_index(name)
+            place = place * lax.axis_size(name) + explicit.axis_index(name)
         return place
 
     def operand(self, x: jax.Array, *, gradient: bool) -> Sharding | None:
@@ -216,3 +218,48 @@ class LayerPlacement:
         x = x.reshape(self.runs, rows // self.runs, features)
         x = lax.psum_scatter(x, self.tensor, scatter_dimension=1, tiled=True)
         return x.reshape(rows // self._tensor_size(), features)
+
+
+# ---- Explicit meshes
+
+
+@dataclass(frozen=True)
+class ExplicitLayout:
+    """The layout of a product x [.., in] times w [out, in]: of y, and of w as the product needs it.
+
+    Axes that cut tokens don't cut w: it is gathered over them. One that cuts both along `in` stays, and sums y.
+    """
+
+    mesh: AbstractMesh
+    result: PartitionSpec
+    weight: PartitionSpec
+
+    @classmethod
+    def of(cls, x: jax.Array, weight: Matrix) -> ExplicitLayout | None:
+        """Derives the layout from the operands' types; returns None where no axis is Explicit."""
+        codes = weight.codes if isinstance(weight, QuantizedArray) else weight
+        mesh = explicit.mesh_of(x, codes)
+        if mesh is None:
+            return None
+        *tokens, x_in = explicit.spec_of(x)
+        out, w_in = explicit.spec_of(codes)
+        taken = {name for entry in tokens for name in explicit.axis_names(entry)}
+        contracted = set(explicit.axis_names(x_in))
+        out = explicit.without(out, taken | contracted)
+        kept = w_in if w_in == x_in else None
+        # Axes of a shard_map around stay Manual.
+        within = mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, AxisType.Auto))
+        return cls(within, PartitionSpec(*tokens, out), PartitionSpec(out, kept))
+
+    def constrained(self, weight: Matrix) -> Matrix:
+        """Brings the weight to where the product needs it: codes and scales, not their values."""
+        if not isinstance(weight, QuantizedArray):
+            return weight
+
+        def constrain(part):
+            if part is None or part.ndim != 2:
+                return part
+            lies = NamedSharding(self.mesh, explicit.even(self.weight, part.shape, self.mesh))
+            return jax.lax.with_sharding_constraint(part, lies)
+
+        return weight.replace(codes=constrain(weight.codes), scales=constrain(weight.scales))

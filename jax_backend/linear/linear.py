@@ -25,9 +25,8 @@ from ..arrays.array import QuantizedArray
 from ..implementations import explicit, ops
 from .arguments import check_state, check_tensors, stored_weight
 from .delayed import DelayedState, given_back
-from .explicit_layout import ExplicitLayout
 from .layer import Layer
-from .layer_placement import LayerPlacement
+from .layer_placement import ExplicitLayout, LayerPlacement
 from .operands import Pair, gradient_operands, input_operands
 from .products import Matrix, product
 from .straight_through import DGRAD, FORWARD, WGRAD, Product, values

@@ -6,6 +6,7 @@ import copy
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from blockfp.definition.rotation import rotate
 from blockfp.definition.rounding import COLUMNWISE, ROWWISE, gradient_key
@@ -16,8 +17,7 @@ from blockfp.sharding import plans
 
 from ..arrays import sharded
 from ..arrays.array import QuantizedArray, wrap_parts
-from ..implementations import ops
-from . import overflow
+from ..implementations import explicit, ops
 from .layer_placement import LayerPlacement
 from .products import Matrix
 
@@ -95,8 +95,8 @@ class _Operands:
         pair = self._quantized(row, column)
         if not any(isinstance(operand, QuantizedArray) for operand in pair):
             return pair
-        finite = overflow.is_finite(self.x, frozenset(self.over))
-        row_operand, column_operand = (overflow.propagate(q, finite) if isinstance(q, QuantizedArray) else q for q in pair)
+        finite = is_finite(self.x, frozenset(self.over))
+        row_operand, column_operand = (propagate(q, finite) if isinstance(q, QuantizedArray) else q for q in pair)
         return row_operand, column_operand
 
     def _quantized(self, row: Cast | None, column: Cast | None) -> Pair:
@@ -173,3 +173,31 @@ def _joined(q: QuantizedArray, *, columnwise: bool) -> QuantizedArray:
     scales = q.scales.reshape(1, 1) if q.format.per_tensor else join(q.scales)
     columns = q.columns * q.codes.shape[0] if columnwise else q.columns
     return q.replace(codes=join(q.codes), scales=scales, columns=columns, sharding=None)
+
+
+# ---- overflow
+
+
+_E8M0_NAN = 0xFF
+
+
+def is_finite(x: jax.Array, over: explicit.Axes = frozenset()) -> jax.Array:
+    """Returns bool (), True where all of x is finite on all ranks of these mesh axes."""
+    finite = jnp.isfinite(x).all()
+    return lax.pmin(finite.astype(jnp.int32), tuple(over)) == 1 if over else finite
+
+
+def propagate(q: QuantizedArray, finite: jax.Array) -> QuantizedArray:
+    """Makes all values of q NaN where its source isn't `finite`: bool (), or [stack] for each matrix of a stack."""
+    if q.tensor_scale is not None:
+        return q.replace(tensor_scale=jnp.where(finite, q.tensor_scale, jnp.nan))
+    return q.replace(scales=jnp.where(finite[..., None, None], q.scales, _nan(q)))
+
+
+def propagate_rows(q: QuantizedArray, finite: jax.Array) -> QuantizedArray:
+    """Makes the values NaN of rows whose source isn't finite: bool [rows], of q in blocks of one row."""
+    return q.replace(scales=jnp.where(finite[:, None], q.scales, _nan(q)))
+
+
+def _nan(q: QuantizedArray) -> jax.Array:
+    return jnp.asarray(_E8M0_NAN if q.scales.dtype == jnp.uint8 else jnp.nan, q.scales.dtype)

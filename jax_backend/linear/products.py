@@ -13,8 +13,8 @@ from blockfp.kernels.routes import Route, exact_in_bfloat16, route
 
 from ..arrays import sharded
 from ..arrays.array import QuantizedArray
-from ..arrays.views import view_codes, view_scales
-from ..implementations import choice, cuda, replication
+from ..arrays.identity import view_codes, view_scales
+from ..implementations import choice, cuda, explicit
 from . import partitioned
 
 Matrix = jax.Array | QuantizedArray
@@ -119,14 +119,14 @@ def _aligned(a: QuantizedArray, b: QuantizedArray, bias, dtype, chosen: Route, f
 
 
 def _by_library(a: QuantizedArray, b: QuantizedArray, bias, dtype, fast: bool, *, aligned: bool = False) -> jax.Array:
-    over = (replication.varying(leaf) for leaf in jax.tree.leaves((a, b, bias)))
+    over = (explicit.varying(leaf) for leaf in jax.tree.leaves((a, b, bias)))
     operands = [(Quantized(x.codes, x.scales, None), x.format) for x in (a, b)]
     bands = aligned and b.format.square
     if aligned and 0 not in (*a.shape, *b.shape):
         operands = [(cuda.align(x, f, a.columns), alignment.aligned_format(f)) for x, f in operands]
     options = {"capability": capability(), "fast": fast, "ordered": aligned, "bands": bands}
     out = cuda.product(*operands[0], *operands[1], dtype, bias=bias, **options)
-    return replication.vary(out, frozenset().union(*over))
+    return explicit.vary(out, frozenset().union(*over))
 
 
 def _scaled(a: QuantizedArray, b: QuantizedArray, bias, dtype, chosen: Route, fast: bool) -> jax.Array:

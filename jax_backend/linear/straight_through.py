@@ -19,8 +19,7 @@ from blockfp.recipes import Cast, Recipe
 
 from ..arrays.array import QuantizedArray
 from ..implementations.carriers import carrier_of, is_carrier
-from ..implementations.derivatives import straight_through
-from ..implementations.hadamard import hadamard
+from ..implementations.derivatives import hadamard, straight_through
 from ..params.params import dequantize_params
 from .layer_placement import LayerPlacement
 from .products import Matrix

@@ -26,9 +26,9 @@ from blockfp.formats import FP8_E4M3
 from blockfp.recipes import Cast, Recipe
 
 from ..arrays.array import QuantizedArray, wrap_parts
-from ..implementations import ops, replication
+from ..implementations import explicit, ops
 from ..implementations.xla import materialize
-from . import overflow
+from . import operands
 
 
 def tile_rows(recipe: Recipe) -> int:
@@ -157,7 +157,7 @@ class Scaling(NamedTuple):
         """(the number of the first feature here, how many all ranks have)."""
         if self.cut is None:
             return 0, features
-        return replication.axis_index(self.cut) * features, lax.axis_size(self.cut) * features
+        return explicit.axis_index(self.cut) * features, lax.axis_size(self.cut) * features
 
 
 def gather_rows(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -213,7 +213,7 @@ def _showing_overflow(q: QuantizedArray, finite: jax.Array, tiles: Tiles) -> Qua
     """Makes the tiles of groups NaN that aren't `finite`, bool [tiles, .., ..], throughout."""
     of_tiles = finite.all(axis=(1, 2)).astype(jnp.int32)
     of_groups = jax.ops.segment_min(of_tiles, tiles.group, num_segments=tiles.sizes.shape[0], indices_are_sorted=True)
-    return overflow.propagate(q, of_groups[tiles.group] == 1)
+    return operands.propagate(q, of_groups[tiles.group] == 1)
 
 
 def _quantized(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, direction: int) -> Any:
@@ -241,7 +241,7 @@ def _quantized(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, directi
     if format.has_tensor_scale:
         field = "tensor" if format.scale.two_level else "blocks"
         largest = tiles.largest(getattr(amax, field))
-        largest = largest if scaling.cut is None else replication.max_over(largest, (scaling.cut,))
+        largest = largest if scaling.cut is None else explicit.max_over(largest, (scaling.cut,))
         # Empty groups have no tile, and nobody asks for theirs.
         amax = amax._replace(**{field: largest[tiles.group]})
 

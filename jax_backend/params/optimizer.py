@@ -23,7 +23,7 @@ from blockfp.sharding import plans
 
 from ..arrays import sharded
 from ..arrays.array import QuantizedArray, is_quantized, with_derivative
-from ..implementations import replication
+from ..implementations import explicit
 from ..implementations.derivatives import without_gradient
 from .params import dequantize_params, quantize_weight, shares_scale
 from .trees import describe, map_with_path
@@ -378,6 +378,6 @@ def _everywhere(still: jax.Array, q: QuantizedArray) -> jax.Array:
     """Returns True where no rank's part of the weight moved: its blocks may lie on several."""
     assert q.sharding is not None
     axes = tuple(name for dim in (0, 1) for name in q.sharding.order(dim))
-    if not axes or (replication.varying(replication.axis_index(axes[0])) and not replication.varying(still)):
+    if not axes or (explicit.varying(explicit.axis_index(axes[0])) and not explicit.varying(still)):
         return still
-    return replication.max_over((~still).astype(jnp.int32), axes) == 0
+    return explicit.max_over((~still).astype(jnp.int32), axes) == 0

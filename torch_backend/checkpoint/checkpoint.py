@@ -27,8 +27,7 @@ from . import background, ranks
 from .background import Saving
 from .conversion import Conversion, conversions, convert, leave_paths, masters_of, replace, replace_masters, values_of
 from .matching import HOW_TO_STEP, described, empty, match_model, match_optimizer, names_of
-from .training_state import optimizer_state, restorer
-from .uneven import leaves, replicate_uneven, restore_uneven
+from .training_state import leaves, optimizer_state, replicate_uneven, restore_uneven, restorer
 
 # DCP is imported where it is used, and what needs it: it takes more than a second.
 

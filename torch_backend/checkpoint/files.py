@@ -25,7 +25,7 @@ from ..weights.cast_weight import CastWeight
 from ..weights.module_state import InParts, state_names
 from ..weights.state_dict import gathered, stored_names, stored_parts
 from . import ranks
-from .uneven import full_tensor
+from .training_state import full_tensor
 
 
 def save(

@@ -38,9 +38,9 @@ from ..weights.cast_weight import CastWeight
 from ..weights.module_state import InParts, state_names
 from ..weights.state_dict import gathered, stored_parts
 from . import ranks
-from .rows import Key, Rows, gather_rows, rows_of
-from .taken_apart import Apart, split, split_weight, turned
-from .uneven import full_tensor
+from .conversion import Apart, split, split_weight, turned
+from .ranks import Key, Rows, gather_rows, rows_of
+from .training_state import full_tensor
 
 _HASHING = 8
 """Threads that make digests. One makes 1 to 2 GB/s."""

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from blockfp.files.names import GROUPS, STATE
+from blockfp.sharding.parts import offsets_agree
 
 from ..optimizer.adamw import Adam, AdamW
+from ..optimizer.local_parameter import LocalParameter
 from ..quantized_tensor import sharding
+from ..quantized_tensor.sharding import reduced, replicated
 from ..quantized_tensor.tensor import QuantizedTensor
 
 
@@ -106,3 +110,59 @@ def _gradients_aside(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 def _params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+# ---- uneven DTensors
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A DTensor of a state, and the dictionary or list in which a whole stands for it."""
+
+    holder: Any
+    key: Any
+    value: Tensor
+
+
+def replicate_uneven(state: Any) -> list[Replaced]:
+    """Replaces such DTensors by replicated wholes, in nested dictionaries and lists; collective."""
+    replaced = []
+    for holder, key, value in list(leaves(state)):
+        if sharding.mesh_of(value) is not None and not offsets_agree(LocalParameter(value).lies):
+            holder[key] = replicated(value, _gathered(value))
+            replaced.append(Replaced(holder, key, value))
+    return replaced
+
+
+def full_tensor(value: Tensor) -> Tensor:
+    """The whole of a DTensor of values, on every rank; collective. A plain tensor as it is."""
+    if sharding.mesh_of(value) is None:
+        return value
+    holder = [value]
+    replicate_uneven(holder)
+    return holder[0].full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def restore_uneven(replaced: list[Replaced]) -> None:
+    """Copies this rank's part of each whole into the DTensor that it stands for, which takes its place again."""
+    for one in replaced:
+        local, whole = sharding.local_of(one.value), sharding.local_of(one.holder[one.key])
+        local.copy_(sharding.own_part(whole, one.value))
+        one.holder[one.key] = one.value
+
+
+def leaves(state: Any) -> Iterator[tuple[Any, Any, Tensor]]:
+    """Yields (dictionary or list, key, tensor) of each tensor."""
+    for key, value in state.items() if isinstance(state, dict) else enumerate(state):
+        if isinstance(value, Tensor):
+            yield state, key, value
+        elif isinstance(value, dict | list):
+            yield from leaves(value)
+
+
+def _gathered(values: Tensor) -> Tensor:
+    local, lies = sharding.local_of(values), LocalParameter(values).lies
+    whole = torch.zeros(tuple(values.shape), dtype=local.dtype, device=local.device)
+    sharding.own_part(whole, values).copy_(local)
+    # The parts are apart, so the others' bytes are zero here, and sums of bytes know no rounding.
+    return reduced(values, lies, whole.view(torch.uint8), "sum").view(local.dtype)

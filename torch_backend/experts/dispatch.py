@@ -27,7 +27,7 @@ from ..custom_ops.key_ops import gradient_keys
 from ..custom_ops.library import outside_graphs
 from ..linear.linear import LinearState
 from ..linear.parallel import Parallel
-from ..quantized_tensor.keys import key_tensor
+from ..quantized_tensor.quantize import key_tensor
 from ..quantized_tensor.sharding import mesh_of
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from .coded import joined, parted, quantize_rows, tensor_of

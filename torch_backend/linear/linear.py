@@ -19,7 +19,7 @@ from ..custom_ops.products import comes_aligned
 from ..custom_ops.quantize_plans import NEITHER, kept, part_count
 from ..custom_ops.shared_casts import Casts
 from ..quantized_tensor import sharding
-from ..quantized_tensor.keys import key_tensor
+from ..quantized_tensor.quantize import key_tensor
 from ..quantized_tensor.refusals import jit_refusal
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from ..torch_internals import FakeTensor, dispatch_modes, functorch_is_active, jit_traces, unsafe_view, unwrap_if_dead

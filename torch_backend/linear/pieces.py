@@ -27,7 +27,7 @@ from blockfp.recipes import Product, Recipe
 from ..custom_ops.products import Matrix, multiply
 from ..quantized_tensor.sharding import from_local, mesh_of, to_local
 from ..quantized_tensor.tensor import QuantizedTensor
-from ..sharded.tree_sum import tree_sum
+from ..sharded.reduce_scatter import tree_sum
 from .parallel import Parallel
 
 Axis = Literal["rows", "columns", "contracted"]

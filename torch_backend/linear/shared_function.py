@@ -33,7 +33,7 @@ from blockfp.recipes import HIGH_PRECISION, Product, Recipe
 from ..custom_ops.collectives import max_reduce_together
 from ..custom_ops.products import Matrix, multiply
 from ..sharded.rank_plan import TensorParallelShard
-from ..sharded.tree_sum import tree_reduce
+from ..sharded.reduce_scatter import tree_reduce
 from . import outputs, pieces
 from .call import Call, bias_gradient, groups_of, keys_of_gradient
 from .delayed import multiplier

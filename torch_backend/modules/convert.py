@@ -12,7 +12,7 @@ from blockfp import patterns, recipes
 from blockfp.recipes import ByPath, Compute, Recipe
 
 from ..quantized_tensor.tensor import QuantizedTensor
-from ..weights.held_parameters import become, become_tensor
+from ..weights.module_state import become, become_tensor
 from .experts import Experts
 from .fusing import Fuse, fused_classes
 from .kinds import (

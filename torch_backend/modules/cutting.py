@@ -29,10 +29,10 @@ from ..quantized_tensor.tensor import QuantizedTensor
 from ..sharded.rank_plan import TensorParallelShard
 from ..weights import state_dict
 from ..weights.cast_weight import CastWeight
-from ..weights.held_parameters import become, check_free, retire
+from ..weights.module_state import become, check_free, retire
 from .experts import Experts
 from .quantized_layer import QuantizedLayer
-from .shared_norms import SHARED_NORMS, SharedNorm
+from .shared_products import SHARED_NORMS, SharedNorm
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -11,9 +11,8 @@ from ..experts.dispatch import combine
 from ..linear.activation_function import activation
 from ..linear.gated_function import Gating
 from .experts import Experts
-from .forwards import module_of
 from .gated_mlp import activation_of
-from .known_classes import TITAN_EXPERTS, TRANSFORMERS_MOE, base_named
+from .known_classes import TITAN_EXPERTS, TRANSFORMERS_MOE, base_named, module_of
 
 
 class TransformersExperts(Experts):

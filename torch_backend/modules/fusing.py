@@ -10,10 +10,18 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..linear.gated_function import Gating
-from .forwards import SEQUENTIAL
 from .gated_mlp import FusedMLP, activation_of, fused_class
 from .gated_product import fused_product
-from .known_classes import DoesNotFit, MLPParts, Row, SharedInput, base_named, name_of, rows_of
+from .known_classes import (
+    SEQUENTIAL,
+    DoesNotFit,
+    MLPParts,
+    Row,
+    SharedInput,
+    base_named,
+    name_of,
+    rows_of,
+)
 from .linear import Linear
 from .model_names import named_modules
 from .normed_product import fused_norm_product

@@ -18,10 +18,8 @@ from blockfp.kernels.once import once
 
 from ..custom_ops.activations import Activation, activate
 from ..linear.gated_function import Gating
-from .derived import Derived, derive
-from .forwards import FUNCTIONS, GELU, SILU, watched
 from .gated_product import fused_product
-from .known_classes import DoesNotFit, MLPParts, check_own_forward
+from .known_classes import FUNCTIONS, GELU, SILU, Derived, DoesNotFit, MLPParts, check_own_forward, derive, watched
 from .shared_inputs import sharing
 
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)

@@ -10,7 +10,7 @@ from ..linear.activation_function import activation
 from ..linear.gated import gated, takes
 from ..linear.gated_function import Gating
 from ..linear.pieces import in_pieces
-from .forwards import LINEAR, watched
+from .known_classes import LINEAR, watched
 from .linear import Linear
 
 QUANTIZED = Linear.forward

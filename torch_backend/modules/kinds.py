@@ -13,15 +13,12 @@ from torch.nn.utils import parametrize
 
 from blockfp.kernels.once import once
 
-from ..weights.held_parameters import check_free
-from .derived import Derived, derive
+from ..weights.module_state import check_free
 from .experts import OWN, PRODUCT, Experts
 from .experts_kinds import KINDS, experts_kind
-from .forwards import LINEAR, forward_of
-from .known_classes import CONV1D, PEFT_LAYER, TITAN_ROUTER, base_named
-from .linear import Linear
+from .known_classes import CONV1D, LINEAR, PEFT_LAYER, TITAN_ROUTER, Derived, base_named, derive, forward_of
+from .linear import Linear, TransposedLinear
 from .quantized_layer import QuantizedLayer
-from .transposed_linear import TransposedLinear
 
 Kind = type[Linear] | type[TransposedLinear] | type[Experts]
 """The class that a layer becomes."""

@@ -5,12 +5,15 @@ No library is imported for it: a module's class and its bases say their names.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules import module as hooks_of_all
 from torch.nn.utils import parametrize
-
-from .forwards import forward_of
 
 
 @dataclass(frozen=True)
@@ -133,3 +136,67 @@ def check_own_forward(module: nn.Module) -> None:
         raise DoesNotFit("it has a forward of its own, put into the module")
     if parametrize.is_parametrized(module):
         raise DoesNotFit("it has parametrizations")
+
+
+# ---- derived classes
+
+
+class Derived:
+    """Base of classes that `convert` makes from another library's; they are pickled, and copied, by that.
+
+    Attributes:
+        made_of: the library's class, which the made one is derived from, too.
+        rebuild: a function that makes an empty module of what stands in `rebuilt_from`.
+        rebuilt_from: its arguments. Another version of the library may have another forward, which is then what is meant.
+    """
+
+    made_of: type[nn.Module]
+    rebuild: ClassVar[Callable[..., nn.Module]]
+    rebuilt_from: ClassVar[tuple[Any, ...]]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        if "made_of" not in vars(type(self)):
+            # FSDP2 derives a class from this one, and others may.
+            return super().__reduce_ex__(protocol)  # pyright: ignore[reportReturnType]
+        return self.rebuild, self.rebuilt_from, self.__getstate__()
+
+
+def derive(made_of: type[nn.Module], prefix: str, bases: tuple[type, ...], **members: Any) -> Any:
+    """Makes a class of these bases and a library's class, named after that."""
+    members = {"rebuilt_from": (made_of,)} | members | {"made_of": made_of, "__module__": made_of.__module__}
+    return type(f"{prefix}{made_of.__name__}", (*bases, made_of), members)
+
+
+# ---- forwards
+
+
+def forward_of(cls: type[nn.Module]) -> Any:
+    """Returns the forward that a library's class came with; None where another function stands in its place, or around it.
+
+    The library's own decorators may stand around it.
+    """
+    forward: Any = cls.forward
+    library = cls.__module__.partition(".")[0]
+    own = inspect.unwrap(forward, stop=lambda function: module_of(function).partition(".")[0] != library)
+    return forward if module_of(own) == cls.__module__ else None
+
+
+def module_of(function: Any) -> str:
+    """Returns the name of the module whose file a function stands in, which wrappers don't take over as they do its name."""
+    return getattr(function, "__globals__", {}).get("__name__", "")
+
+
+LINEAR, SEQUENTIAL, RMS_NORM = forward_of(nn.Linear), forward_of(nn.Sequential), forward_of(nn.RMSNorm)
+GELU, SILU = forward_of(nn.GELU), forward_of(nn.SiLU)
+FUNCTIONS = F.gelu, F.silu
+"""torch's functions that these call, as they were."""
+
+
+def watched(module: nn.Module) -> bool:
+    """Says whether a call of a module is seen by hooks, its own or those of all modules, or has a forward put into it."""
+    own = (
+        *(module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks),
+        *(hooks_of_all._global_forward_hooks, hooks_of_all._global_forward_pre_hooks),
+        *(hooks_of_all._global_backward_hooks, hooks_of_all._global_backward_pre_hooks),
+    )
+    return any(own) or "forward" in vars(module)

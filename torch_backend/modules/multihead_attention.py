@@ -10,7 +10,7 @@ from blockfp.recipes import Compute, Recipe
 
 from ..linear.pieces import in_pieces
 from ..quantized_tensor.sharding import from_local, mesh_of, to_local
-from .forwards import watched
+from .known_classes import watched
 from .linear import Linear
 from .normed_product import fused_norm_product
 from .quantized_layer import LayerOptions, Weights

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..linear.normed import cast_of, normed
-from .forwards import LINEAR, RMS_NORM, watched
 from .gated_product import QUANTIZED
+from .known_classes import LINEAR, RMS_NORM, watched
 
 
 def fused_norm_product(norm: nn.Module, layer: Any, x: Tensor) -> Tensor | None:

@@ -20,7 +20,7 @@ from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .multihead_attention import MultiheadAttention
 from .quantized_layer import QuantizedLayer
-from .shared_norms import SHARED_NORMS
+from .shared_products import SHARED_NORMS
 from .transformer_layer import TransformerLayer
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from blockfp.definition.rounding import threefry2x32
 
 from ..quantized_tensor import sharding
-from ..sharded.tree_sum import TreeSum, tree_sum
+from ..sharded.reduce_scatter import TreeSum, tree_sum
 from ..torch_internals import foreach_copy_, fsdp_params, fsdp_reduce_scatters
 from ..torch_internals import functional_collectives as collectives
 from .experts import Experts
-from .shared_norms import SharedNorm
+from .shared_products import SharedNorm
 from .stateful_layer import StatefulLayer
 from .unit_gradients import Progress, UnitReduction
 

@@ -23,11 +23,10 @@ from ..weights.cast_weight import CastWeight
 from .convert import convertible
 from .experts import Experts
 from .kinds import base_kind
-from .linear import Linear
+from .linear import Linear, TransposedLinear
 from .model_names import named_modules
 from .quantized_layer import QuantizedLayer
 from .sensitivity_table import LayerSensitivity, Sensitivity
-from .transposed_linear import TransposedLinear
 
 Loss = Callable[[nn.Module, Any], Tensor]
 

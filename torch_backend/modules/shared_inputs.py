@@ -12,10 +12,8 @@ from torch import nn
 from blockfp.kernels.once import once
 
 from ..custom_ops.shared_casts import SharedCasts
-from .derived import Derived, derive
-from .forwards import LINEAR, forward_of, watched
 from .gated_product import QUANTIZED
-from .known_classes import DoesNotFit, SharedInput, check_own_forward
+from .known_classes import LINEAR, Derived, DoesNotFit, SharedInput, check_own_forward, derive, forward_of, watched
 from .quantized_layer import QuantizedLayer
 
 NOTHING = nullcontext()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable
 from itertools import chain
@@ -9,6 +10,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from blockfp import recipes
 from blockfp.files.names import LAYER_BUFFERS
@@ -21,10 +23,9 @@ from ..linear.pipelines import keep_state
 from ..linear.recipe_layer import RecipeLayer
 from ..linear.scale_watch import note_sharded, unwatch, watch
 from ..quantized_tensor import sharding
-from ..quantized_tensor.keys import data_rank, random_key
+from ..quantized_tensor.quantize import copied_key, data_rank, random_key
 from ..torch_internals import local_tensor, mark_static_address
 from ..weights.cast_weight import CastWeight
-from .copied_keys import note_copied
 
 
 class StatefulLayer(RecipeLayer):
@@ -221,3 +222,41 @@ def _elements(recipe: Recipe) -> list[Any]:
     """Returns the elements of inputs and gradients, which delayed scales are for."""
     formats = [recipe.cast(operand).format or recipe.cast(operand, "columnwise").format for operand in ("input", "gradient")]
     return [None if format is None else format.element for format in formats]
+
+
+# ---- keys of copied layers
+
+
+_listening: list[Any] = []
+
+
+def note_copied(layer: RecipeLayer) -> None:
+    """Notes that a layer with a random key is a copy; from then on modules are looked at where they are registered."""
+    vars(layer)["copied"] = True
+    if not _listening:
+        _listening.append(register_module_module_registration_hook(_part_keys))
+
+
+def _part_keys(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Gives layers of a module that is registered other keys where its parent has layers with theirs."""
+    new = _keyed(module) if isinstance(module, nn.Module) else {}
+    if not new:
+        return
+    beside = {layer: key for layer, key in _keyed(parent).items() if layer not in new}
+    if not any("copied" in vars(layer) for layer in (*new, *beside)):
+        return
+    taken = {tuple(key.tolist()) for key in beside.values()}
+    for key in new.values():
+        own = key.clone()
+        for number in itertools.count(1):
+            if (words := tuple(key.tolist())) not in taken:
+                taken.add(words)
+                break
+            key.copy_(copied_key(own, number))
+
+
+def _keyed(module: nn.Module) -> dict[RecipeLayer, Tensor]:
+    """Returns the layers inside a module that have a random key, with their keys."""
+    layers = (layer for layer in module.modules() if isinstance(layer, RecipeLayer))
+    found = {layer: layer._buffers.get("rng_key") for layer in layers}
+    return {layer: key for layer, key in found.items() if type(key) is Tensor and not key.is_meta}

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..sharded.tree_sum import TreeSum, tree_sum
+from ..sharded.reduce_scatter import TreeSum, tree_sum
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

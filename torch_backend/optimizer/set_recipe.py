@@ -17,9 +17,9 @@ from blockfp.recipes import ByPath, Recipe
 from ..modules import model_names
 from ..modules.experts import Experts
 from ..modules.kinds import quantized_names
+from ..modules.model_names import optimizers_in, state_of
 from ..modules.quantized_layer import QuantizedLayer
 from ..modules.stateful_layer import StatefulLayer
-from ..modules.wrapped_optimizers import optimizers_in, state_of
 from ..quantized_tensor import agreement, sharding
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..torch_internals import fsdp_params_of, renew_ddp_buffers, reshard

@@ -31,6 +31,7 @@ from ..custom_ops.dequantize_plans import dequantize_parts
 from ..custom_ops.kernels import kernels_for
 from ..custom_ops.quantize_plans import kept
 from ..torch_internals import Reduced, frame_above, fsdp_name, fsdp_params, fsdp_place, reduced_together, shard_dim
+from ..torch_internals import functional_collectives as collectives
 
 _AT_ONCE = 64
 """Keys of so many reductions are made at once: those of one cost as much, and a copy to the device."""
@@ -241,3 +242,58 @@ def _factor(op: Any, ranks: int, divisor: float | None) -> float:
 def _split(buffer: Tensor, parts: Sequence[SentPart]) -> Sequence[Tensor]:
     """The part of each gradient in FSDP2's buffer [.., elements]."""
     return buffer.split([part.rows * part.columns for part in parts], 1)
+
+
+# ---- a fixed order of sums
+
+
+class TreeSum:
+    """A sum of terms that come one after another, in fp32; it keeps a partial sum for each power of two."""
+
+    def __init__(self):
+        self._partial: list[tuple[int, Tensor]] = []
+
+    def add(self, term: Tensor, *, owned: bool = False) -> None:
+        """Adds the next term.
+
+        Args:
+            term: of any float dtype; left as it is, unless it is owned.
+            owned: whether it may be kept and written to.
+        """
+        count = 1
+        if term.dtype is not torch.float32:
+            term, owned = term.float(), True
+        while self._partial and self._partial[-1][0] == count:
+            count, term, owned = 2 * count, self._partial.pop()[1].add_(term), True
+        self._partial.append((count, term if owned else term.clone()))
+
+    def total(self) -> Tensor:
+        """Returns the sum of all terms, at least one, and begins anew."""
+        _, total = self._partial.pop()
+        while self._partial:
+            total = self._partial.pop()[1].add_(total)
+        return total
+
+
+def tree_sum(terms: Tensor) -> Tensor:
+    """Returns the sum over the first axis, float32; a float32 tensor of terms is written over."""
+    tree = TreeSum()
+    for term in terms:
+        tree.add(term, owned=True)
+    return tree.total()
+
+
+def tree_reduce(terms: Tensor, group: str, ranks: int, dtype: torch.dtype) -> Tensor:
+    """Sums the ranks' terms, float32, in the order of the ranks, and rounds once to a dtype; every rank gets all of it.
+
+    Each rank adds its share of the elements up, and the shares are gathered in the result's dtype.
+    """
+    if ranks == 1:
+        return terms.to(dtype)
+    share = -(-terms.numel() // ranks)
+    sent = torch.nn.functional.pad(terms.flatten(), (0, share * ranks - terms.numel())).view(ranks, share)
+    ones = [1] * ranks
+    received = collectives.wait_tensor(collectives.all_to_all_single(sent, ones, ones, group))
+    own = tree_sum(received).to(dtype)
+    whole = collectives.wait_tensor(collectives.all_gather_into_tensor(own, ranks, group))
+    return whole.flatten()[: terms.numel()].view(terms.shape)
