@@ -16,11 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from blockfp.torch_backend.custom_ops import norm_kernels
 from blockfp.torch_backend.custom_ops.activations import activate, gate_and_up, gradients, joined
 from blockfp.torch_backend.custom_ops.gated_ops import gated_gradient, quantize_gated
-from blockfp.torch_backend.custom_ops.operand_ops import tensor_amax
 from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
 from turns import milliseconds, write_record
 
@@ -76,45 +73,11 @@ def gated_cases(activation: str, layout: str, rows: int, columns: int) -> dict[s
     return cases | {"gradient": (both, elements * 2 * (1 + 2 * inputs))}
 
 
-def norm_cases(rows: int, columns: int) -> dict[str, Case]:
-    x, weight = torch.randn((rows, columns), device="cuda").bfloat16(), torch.randn(columns, device="cuda").bfloat16()
-    scales = torch.empty(rows, device="cuda")
-
-    def norm() -> torch.Tensor:
-        return F.rms_norm(x, [columns], weight, 1e-5)
-
-    compiled = torch.compile(norm)
-    measured = torch.compile(lambda: ((made := norm()), tensor_amax(made)))
-    cases: dict[str, Case] = {"norm": ([lambda: norm_kernels.rms_norm(x, weight, 1e-5), norm, compiled], rows * columns * 6)}
-    for name in FORMATS:
-        f = Format.parse(name)
-        for column in (f, None):
-            # The norm of NVFP4 is measured with its rotated columns, as its recipe wants them.
-            options = (None, (False, False), f.scale.two_level and column is not None, 0.0)
-            run = norm_kernels.plan_of(x, weight, 1e-5, f, column, False, options[2], 0.0)
-            assert run is not None
-
-            def fused(run=run) -> object:
-                return run((x, weight, scales), None, None)
-
-            def apart(f=f, column=column, options=options) -> object:
-                return quantize_matrix(norm(), f, column, None, None, *options)
-
-            def by_compiler(f=f, column=column, options=options) -> object:
-                made, amax = measured() if f.per_tensor else (compiled(), None)
-                return quantize_matrix(made, f, column, amax, None, *options)
-
-            reads = 3 if options[2] else 2
-            moved = rows * columns * (2 * reads + written_bytes(f, 1 if column is None else 2))
-            cases[f"{name}{' rowwise' if column is None else ''}"] = [fused, apart, by_compiler], moved
-    return cases
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("tokens", 16384), ("features", 14336), ("hidden", 4096), ("rounds", 5)):
+    for name, default in (("tokens", 16384), ("features", 14336), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--only", choices=[*dict.fromkeys(activation for activation, _ in CASES), "norm"])
+    parser.add_argument("--only", choices=[*dict.fromkeys(activation for activation, _ in CASES)])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     assert cuda_library.available(), cuda_library.status()
@@ -122,26 +85,24 @@ def main() -> None:
     copy = 4 * rows * columns / copy_milliseconds(rows * columns) / 1e6
     print(f"copy: {copy:.0f} GB/s")
     results = {}
-    for kind, layout in (*CASES, ("norm", "")):
+    for kind, layout in CASES:
         if options.only not in (None, kind):
             continue
-        made = norm_cases(rows, options.hidden) if kind == "norm" else gated_cases(kind, layout, rows, columns)
-        for name, (runs, moved) in made.items():
+        for name, (runs, moved) in gated_cases(kind, layout, rows, columns).items():
             times = [[milliseconds(run, STEPS, WARM) for run in runs] for _ in range(options.rounds)]
-            ours, theirs, *rest = (statistics.median(column) for column in zip(*times, strict=True))
+            ours, theirs = (statistics.median(column) for column in zip(*times, strict=True))
             share = moved / ours / 1e6 / copy
             results[" ".join(filter(None, (kind, layout, name)))] = {
                 "ms": ours,
                 "apart": theirs,
                 "share of a copy": share,
-                **({"compiled": rest[0]} if rest else {}),
             }
             print(
                 f"{kind:10} {layout:6} {name:22} {ours:7.3f} ms, one by one {theirs:7.3f} ms, {theirs / ours:5.2f}x, "
-                f"{share:.2f} of a copy{''.join(f', compiled {c:7.3f} ms, {c / ours:5.2f}x' for c in rest)}",
+                f"{share:.2f} of a copy",
                 flush=True,
             )
-    write_record(options.json, results, shape=[rows, columns], hidden=options.hidden)
+    write_record(options.json, results, shape=[rows, columns])
 
 
 if __name__ == "__main__":

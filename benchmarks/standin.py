@@ -19,8 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from blockfp.torch_backend.custom_ops import gated_kernels, norm_kernels, products
-from blockfp.torch_backend.torch_internals import rms_norm_backward
+from blockfp.torch_backend.custom_ops import gated_kernels, products
 from torch import Tensor
 
 from blockfp.kernels import cuda_library, switch
@@ -75,10 +74,9 @@ def launches(
         patches.enter_context(mock.patch.object(torch.cuda, "is_current_stream_capturing", bool))
         # A GPU's allocator has it at hand; a CPU's asks the system for that much.
         patches.enter_context(mock.patch.object(product_plans, "_CUBLAS_WORKSPACE", 256))
-        # Kernels of activations and norms have torch's bits on GPUs; nothing launched has any.
-        for kernels in (gated_kernels, norm_kernels):
-            patches.enter_context(mock.patch.dict(kernels._agreed, clear=True))
-            patches.enter_context(mock.patch.object(kernels, "differing", return_value={}))
+        # Kernels of activations have torch's bits on GPUs; nothing launched has any.
+        patches.enter_context(mock.patch.dict(gated_kernels._agreed, clear=True))
+        patches.enter_context(mock.patch.object(gated_kernels, "differing", return_value={}))
         patches.callback(_forget_plans)
         _forget_plans()
         for target, replacement in ((_routes, _route_on), *(_IDLE if torchs is None else torchs)):
@@ -129,16 +127,9 @@ def _mul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
     return a * b if out is None else out
 
 
-def _rms_norm_backward(
-    gradient: Tensor, x: Tensor, shape: Any, scales: Tensor, weight: Tensor | None, wanted: list[bool]
-) -> Any:
-    return gradient.new_empty(x.shape), None if weight is None else weight.new_empty(weight.shape)
-
-
 _IDLE: tuple[Replacement, ...] = (
     (torch._scaled_mm, _scaled_mm),
     (torch._scaled_mm_v2, _scaled_mm),
     (torch.mm, _mm),
     (torch.mul, _mul),
-    (rms_norm_backward, _rms_norm_backward),
 )

@@ -127,12 +127,6 @@ unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
 
 # ---- operations
 
-fused_rms_norm: Callable[..., tuple[Tensor, Tensor]] = torch.ops.aten._fused_rms_norm.default
-"""The norm, and one over the root mean square of each row, which no public function gives."""
-
-rms_norm_backward: Callable[..., tuple[Tensor | None, Tensor | None]] = torch.ops.aten._fused_rms_norm_backward.default
-"""The gradients of `torch.nn.functional.rms_norm` on a GPU, made with these. Autograd calls it, and nothing public does."""
-
 foreach_add_: Callable[..., None] = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
 """Adds to many tensors in one launch. torch's optimizers use it; there is no public name."""
 

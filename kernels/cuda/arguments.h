@@ -59,12 +59,6 @@ struct Gated {
   bool pairs;         // gate and up alternate along the rows of x; `up` is the second element
 };
 
-// An RMSNorm that makes the elements that are quantized, of x: weight * (scale * x), rounded to the dtype.
-struct Normed {
-  const void* weight;   // of x's dtype, [columns]; null: ones
-  const float* scales;  // of each row: one over its root mean square
-};
-
 // Rows in groups (blockfp/groups.h).
 struct Groups {
   const GroupTile* tiles;  // null: no groups
@@ -93,7 +87,6 @@ struct QuantizeArguments {
   bool rotate_column;           // the random Hadamard transform before the column direction
   bool scales_by_tile;          // scales go where order_scales.cu expects them
   Gated gated;                  // read by launch_gated alone
-  Normed normed;                // read by launch_normed alone
   Groups groups;
 };
 
@@ -168,8 +161,6 @@ cudaError_t launch_amax(const Matrices& x, int32_t* out, cudaStream_t stream);
 cudaError_t launch_amax_rotated(const Matrices& x, int32_t* out, cudaStream_t stream);
 // The same of what an activation makes, in one call: the second of the two with `rotated` alone.
 cudaError_t launch_amax_gated(const Matrices& x, const Gated& gated, bool rotated, int32_t* out, cudaStream_t stream);
-// As launch_amax_rotated of what a norm makes.
-cudaError_t launch_amax_normed(const Matrices& x, const Normed& normed, int32_t* out, cudaStream_t stream);
 // history[0]: raised to the amax, unless that is Inf.
 cudaError_t launch_record_amax(const int32_t* amax, float* history, cudaStream_t stream);
 cudaError_t launch_amax_blocks(const AmaxBlocksArguments& a, cudaStream_t stream);
@@ -222,11 +213,6 @@ template <class E>
 cudaError_t launch_aligned_gated(const QuantizeArguments& a, cudaStream_t stream);
 template <class E>
 cudaError_t launch_aligned_groups(QuantizeArguments a, const int32_t* words, cudaStream_t stream);
-// The same of what a norm makes.
-template <class E>
-cudaError_t launch_normed(const QuantizeArguments& a, cudaStream_t stream);
-// Scales of rows of x, one over their root mean square; of what the norm makes of it, too: its amax, or all of it. Either may be null.
-cudaError_t launch_norm(const Matrices& x, const void* weight, float eps, float* scales, int32_t* amax, void* out, cudaStream_t stream);
 // out: what an activation makes of x.
 cudaError_t launch_activation(const Matrices& x, const Gated& gated, void* out, cudaStream_t stream);
 // Gradients of gate and up from that of what an activation makes of them, x being the gate; they lie as gate and up do.

@@ -13,7 +13,6 @@ from blockfp.torch_backend.custom_ops import (
     cuda_groups,
     cuda_layouts,
     grouped_products,
-    norm_kernels,
     products,
 )
 from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
@@ -83,21 +82,6 @@ def each_aligned():
                     cuda_groups.quantize_groups(x, words, 3, format, format, aligned=aligned)
 
 
-def each_norm():
-    """By itself, and cast as it is made, rowwise and both ways."""
-    for dtype in (torch.bfloat16, torch.float16):
-        for shape in ((160, 384), (32, 2176)):
-            x, weight = torch.randn(shape, device="cuda").to(dtype), torch.randn(shape[1], device="cuda").to(dtype)
-            norm_kernels.rms_norm(x, weight, 1e-5)
-            for name in ("fp8_e4m3", "fp8_e4m3_1x128", "mxfp8_e4m3", "mxfp6_e3m2", "mxfp4_e2m1", "nvfp4"):
-                f, rows = Format.parse(name), torch.empty(shape[0], device="cuda")
-                for column in (f, None):
-                    rotate = f.scale.two_level and column is not None
-                    run = norm_kernels.plan_of(x, weight, 1e-5, f, column, False, rotate, 0.0)
-                    assert run is not None
-                    run((x, weight, rows), None, None)
-
-
 def each_product():
     """Dense, ragged, of groups of rows, and of groups along k."""
     ends = torch.tensor([100, 100, 200], dtype=torch.int32, device="cuda")
@@ -157,7 +141,6 @@ HOPPER = ("products", "aligned", "values")
 PARTS = {
     "casts": each_cast,
     "rotations": each_rotation,
-    "norms": each_norm,
     "products": each_product,
     "aligned": each_aligned,
     "values": each_product_of_values,

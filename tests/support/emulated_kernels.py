@@ -6,7 +6,6 @@ import struct
 import torch
 from blockfp.torch_backend.custom_ops import gated_kernels
 from blockfp.torch_backend.custom_ops.activations import activate, gradients
-from blockfp.torch_backend.torch_internals import fused_rms_norm
 
 from blockfp.definition import alignment, bits, layout, numerics, rotation, rounding, scaling
 from blockfp.definition.numerics import Amax
@@ -275,18 +274,6 @@ def activation_gradient(gradient, gate, up, d_gate, d_up, number):
         to.copy_(part)
 
 
-def rms_norm(x, weight, scales, y, eps):
-    made, found = fused_rms_norm(x, [x.shape[-1]], weight, eps)
-    write(y, made)
-    write(scales, found)
-
-
-def quantize_normed(x, weight, scales, amax, recorded, c, s, t, c_t, s_t, t_t, norm_eps, *numbers):
-    y = torch.empty_like(x)
-    rms_norm(x, weight, scales, y, norm_eps)
-    _made(y, amax, recorded, c, s, t, c_t, s_t, t_t, numbers)
-
-
 FUNCTIONS = (
     *(
         amax,
@@ -303,5 +290,4 @@ FUNCTIONS = (
         align,
     ),
     *(quantize_aligned, quantize_gated, quantize_gated_aligned, activation, activation_gradient),
-    *(rms_norm, quantize_normed),
 )

@@ -6,7 +6,6 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from blockfp.torch_backend.modules import gated_product, normed_product
 from torch import nn
 
 import blockfp.torch as bfp
@@ -141,25 +140,3 @@ def test_what_is_replaced_before_convert(monkeypatch):
     with pytest.raises(ValueError, match=r"holds no torch\.nn\.Linear to convert"):
         bfp.convert(model, "mxfp8")
     assert torch.equal(model(X), expected)
-
-
-def test_a_norms_and_attentions(monkeypatch):
-    """The fused norm runs on a GPU: here it is asked whether it would."""
-    layer = bfp.TransformerLayer(64, 128, 4, recipe="mxfp8", norm="rms_norm")
-    monkeypatch.setattr(normed_product, "cast_of", lambda *_: True)
-    monkeypatch.setattr(normed_product, "normed", lambda *_, **__: "at once")
-    on_gpu = type("OnGpu", (), {"is_cuda": True, "shape": X.shape})()
-    monkeypatch.setattr(normed_product, "Tensor", type(on_gpu))
-
-    def fused():
-        return normed_product.fused_norm_product(layer.norm, layer.attention.qkv, on_gpu)
-
-    assert fused() == "at once"
-    for cls in (nn.RMSNorm, bfp.Linear):
-        with monkeypatch.context() as patch:
-            patch.setattr(cls, "forward", lambda self, x: x)
-            assert fused() is None
-    monkeypatch.setattr(bfp.MultiheadAttention, "forward", lambda self, x: x * 0)
-    monkeypatch.setattr(normed_product, "fused_norm_product", None)
-    assert torch.equal(layer(X[None]), X[None] + layer.mlp(X[None]))
-    assert gated_product.watched(layer) is False

@@ -1,4 +1,4 @@
-"""Plans of the CUDA library's casts of what a kernel makes itself, an activation or a norm, which never lies in memory."""
+"""Plans of the CUDA library's casts of what an activation makes, which never lies in memory."""
 
 from __future__ import annotations
 

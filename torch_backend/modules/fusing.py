@@ -1,4 +1,4 @@
-"""The modules of a model that `convert` derives classes for: casts made with an activation or a norm, or once for several."""
+"""The modules of a model that `convert` derives classes for: casts made with an activation, or once for several."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from .known_classes import (
 )
 from .linear import Linear
 from .model_names import named_modules
-from .normed_product import fused_norm_product
 from .quantized_layer import QuantizedLayer
 from .shared_inputs import SharesInput, sharing_class
 
@@ -123,8 +122,6 @@ class FusedSequential(nn.Sequential):
 
 def _at_once(first: nn.Module, layer: nn.Module, x: Tensor) -> Tensor | None:
     """Returns layer(first(x)) in one op for `first` and the cast; None where both have to be called."""
-    if isinstance(first, nn.RMSNorm):
-        return fused_norm_product(first, layer, x)
     activation = activation_of(first)
     return None if activation is None else fused_product(layer, x, None, Gating(activation, "apart"))
 
@@ -144,8 +141,5 @@ def sequentials(model: nn.Module, made: Container[nn.Module]) -> Iterator[nn.Seq
         ):
             continue
         modules = list(module)
-        if any(
-            layer in made and (type(first) is nn.RMSNorm or activation_of(first) is not None)
-            for first, layer in itertools.pairwise(modules)
-        ):
+        if any(layer in made and activation_of(first) is not None for first, layer in itertools.pairwise(modules)):
             yield module

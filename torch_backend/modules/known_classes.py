@@ -186,7 +186,7 @@ def module_of(function: Any) -> str:
     return getattr(function, "__globals__", {}).get("__name__", "")
 
 
-LINEAR, SEQUENTIAL, RMS_NORM = forward_of(nn.Linear), forward_of(nn.Sequential), forward_of(nn.RMSNorm)
+LINEAR, SEQUENTIAL = forward_of(nn.Linear), forward_of(nn.Sequential)
 GELU, SILU = forward_of(nn.GELU), forward_of(nn.SiLU)
 FUNCTIONS = F.gelu, F.silu
 """torch's functions that these call, as they were."""

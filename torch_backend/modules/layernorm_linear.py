@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from blockfp.recipes import Compute, Recipe
 
 from .linear import Linear
-from .normed_product import fused_norm_product
 from .quantized_layer import LayerOptions, Weights
 
 Norm = Literal["layer_norm", "rms_norm"]
@@ -30,8 +29,6 @@ def make_norm(kind: Norm, features: int, eps: float, device: torch.device | str 
 
 class LayerNormLinear(nn.Module):
     """linear(norm(x)): the norm's output is quantized once, along both axes, and only its codes are kept for the backward.
-
-    On a GPU what an RMSNorm makes is quantized as it is made, and never lies in memory where a kernel does that.
 
     Several layers that read the same norm are one layer with their outputs side by side, as query, key and value are.
 
@@ -65,6 +62,4 @@ class LayerNormLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns [.., out] for x [.., in]."""
-        norm, linear = self.norm, self.linear
-        y = fused_norm_product(norm, linear, x)
-        return linear(norm(x)) if y is None else y
+        return self.linear(self.norm(x))

@@ -10,9 +10,7 @@ from blockfp.recipes import Compute, Recipe
 
 from ..linear.pieces import in_pieces
 from ..quantized_tensor.sharding import from_local, mesh_of, to_local
-from .known_classes import watched
 from .linear import Linear
-from .normed_product import fused_norm_product
 from .quantized_layer import LayerOptions, Weights
 
 
@@ -85,18 +83,3 @@ class MultiheadAttention(nn.Module):
     def extra_repr(self) -> str:
         shared = "" if self.key_value_heads == self.heads else f", key_value_heads={self.key_value_heads}"
         return f"heads={self.heads}{shared}, causal={self.causal}"
-
-
-_FORWARD = MultiheadAttention.forward
-"""As it was."""
-
-
-def attention_of_norm(attention: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:
-    """Returns attention(norm(x)), with the same bits whichever way it goes; `attention` is of any class."""
-    # A wrapper around it is another class; compiled by itself it is called.
-    replaced = MultiheadAttention.forward is not _FORWARD
-    if type(attention) is MultiheadAttention and not replaced and attention._compiled_call_impl is None:
-        projected = None if watched(attention) else fused_norm_product(norm, attention.qkv, x)
-        if projected is not None:
-            return attention.out(attention._attend(projected))
-    return attention(norm(x))

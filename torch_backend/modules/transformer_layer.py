@@ -9,7 +9,7 @@ from blockfp.recipes import Compute, Recipe
 
 from .layernorm_linear import Norm, make_norm
 from .layernorm_mlp import Activation, LayerNormMLP
-from .multihead_attention import MultiheadAttention, attention_of_norm
+from .multihead_attention import MultiheadAttention
 from .quantized_layer import LayerOptions, Weights
 
 
@@ -53,5 +53,5 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns [batch, length, features] for x [batch, length, features]."""
-        x = x + attention_of_norm(self.attention, self.norm, x)
+        x = x + self.attention(self.norm(x))
         return x + self.mlp(x)

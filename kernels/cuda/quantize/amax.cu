@@ -73,16 +73,6 @@ cudaError_t launch_amax_gated(const Matrices& x, const Gated& gated, bool rotate
                               : amax_of_gated<Fp16>(x, gated, rotated, out, stream);
 }
 
-cudaError_t launch_amax_normed(const Matrices& x, const Normed& normed, int32_t* out, cudaStream_t stream) {
-  return rotated(x, out, stream, [&](int64_t blocks, int64_t across, int64_t groups) {
-    if (x.dtype == Bf16::kId) {
-      amax_rotated<Bf16><<<blocks, kRotatedThreads, 0, stream>>>(x, NormedEights{normed}, across, groups, out);
-    } else {
-      amax_rotated<Fp16><<<blocks, kRotatedThreads, 0, stream>>>(x, NormedEights{normed}, across, groups, out);
-    }
-  });
-}
-
 // Raises the newest entry of a history to an amax that is finite.
 __global__ void record_amax_in_history(const int32_t* amax, float* history) {
   if (*amax < kInfinity && __int_as_float(*amax) > *history) *history = __int_as_float(*amax);

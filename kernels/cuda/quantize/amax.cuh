@@ -3,7 +3,6 @@
 
 #include "gated.cuh"
 #include "hadamard.cuh"
-#include "normed.cuh"
 
 namespace blockfp {
 namespace cuda {
@@ -63,7 +62,7 @@ __global__ void __launch_bounds__(kAmaxThreads) amax_gated(const __grid_constant
   if (threadIdx.x == 0 && most > *static_cast<volatile int32_t*>(out)) atomicMax(out, most);
 }
 
-// What amax_rotated reads: x as it lies, or what an activation or a norm makes of it.
+// What amax_rotated reads: x as it lies, or what an activation makes of it.
 struct PlainEights {
   bool vectors;
 
@@ -85,15 +84,6 @@ struct GatedEights {
     both.load(x, gated, row, column);
     with_activation(gated.activation, [&](auto activation) { out = both.template made<decltype(activation)::value>(gated); });
     return out;
-  }
-};
-
-struct NormedEights {
-  Normed normed;
-
-  template <class T>
-  __device__ __forceinline__ Eight<T> at(const Matrices& x, int64_t, int64_t row, int64_t column) const {
-    return normed_of<T>(load_eight<T>(x, row, column), __ldg(normed.scales + row), norm_weights<T>(normed.weight, column));
   }
 };
 

@@ -1,8 +1,7 @@
-// Where the elements come from that a kernel quantizes: x as it lies, or what an activation or a norm makes of it.
+// Where the elements come from that a kernel quantizes: x as it lies, or what an activation makes of it.
 #pragma once
 
 #include "gated.cuh"
-#include "normed.cuh"
 #include "tile_piece.cuh"
 
 namespace blockfp {
@@ -58,36 +57,6 @@ struct OfActivations {
 #pragma unroll
       for (int i = 0; i < Count; ++i) x[i] = parts[i].template made<decltype(activation)::value>(a.gated);
     });
-  }
-};
-
-struct OfNorm {
-  // As of OfActivations.
-  template <class E, class T, Rounding R>
-  __device__ __forceinline__ static void load(Piece<E, T, R>& piece, bool) {
-    static_assert(Piece<E, T, R>::kWhole, "a piece lies in x or outside it");
-    const QuantizeArguments& a = piece.a;
-#pragma unroll
-    for (int r = 0; r < kDepth; ++r) piece.x[r] = zeros<T>();
-    if (!piece.inside()) return;
-    const int64_t row = piece.tile.row + piece.place.row, column = piece.tile.column + piece.place.column;
-    const Eight<T> weights = norm_weights<T>(a.normed.weight, column);
-#pragma unroll
-    for (int r = 0; r < kDepth; ++r) piece.x[r] = load_eight<T>(a.x, row + r, column);
-    float scales[kDepth];
-#pragma unroll
-    for (int r = 0; r < kDepth; ++r) scales[r] = __ldg(a.normed.scales + row + r);
-#pragma unroll
-    for (int r = 0; r < kDepth; ++r) piece.x[r] = normed_of<T>(piece.x[r], scales[r], weights);
-  }
-
-  template <class T, int Count>
-  __device__ __forceinline__ static void load_line(const QuantizeArguments& a, int64_t index, Eight<T> (&x)[Count]) {
-#pragma unroll
-    for (int i = 0; i < Count; ++i) {
-      const int64_t at = index + 8 * i, row = at / a.x.columns, column = at - row * a.x.columns;
-      x[i] = normed_of<T>(load_eight<T>(a.x, row, column), __ldg(a.normed.scales + row), norm_weights<T>(a.normed.weight, column));
-    }
   }
 };
 

@@ -13,7 +13,6 @@ import emulated_groups
 import emulated_kernels
 import torch
 import two_pass_kernels
-from blockfp.torch_backend.torch_internals import rms_norm_backward
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
@@ -23,7 +22,7 @@ import standin
 def launches():
     """Lets CPU tensors take the CUDA path until the block ends, with the results of a GPU."""
     functions = {each.__name__: each for each in (*emulated_kernels.FUNCTIONS, *emulated_groups.FUNCTIONS)}
-    return standin.launches(functions | _of_the_optimizer(), [(torch.mm, _mm), (rms_norm_backward, _rms_norm_gradients)])
+    return standin.launches(functions | _of_the_optimizer(), [(torch.mm, _mm)])
 
 
 _own_mm = torch.mm
@@ -32,17 +31,6 @@ _own_mm = torch.mm
 def _mm(a, b, *, out_dtype=None):
     """torch.mm, whose sums have another dtype than what is multiplied on CUDA devices only."""
     return _own_mm(a, b) if out_dtype is None else _own_mm(a.to(out_dtype), b.to(out_dtype))
-
-
-def _rms_norm_gradients(gradient, x, shape, scales, weight, wanted):
-    """As torch's operation, which a CPU doesn't have: by autograd, of the norm whose rows were multiplied by `scales`."""
-    x, leaf = x.detach().requires_grad_(), None if weight is None else weight.detach().requires_grad_()
-    inputs = [each for each in (x, leaf) if each is not None]
-    with torch.enable_grad():
-        # Where the mean of squares is zero, eps is what its root was made of.
-        eps = (scales.double() ** -2 - x.double().square().mean(-1, keepdim=True)).median().clamp(min=0).item()
-        found = list(torch.autograd.grad(torch.nn.functional.rms_norm(x, shape, leaf, eps), inputs, gradient))
-    return [each if want else None for each, want in zip([*found, None], wanted, strict=False)]
 
 
 def _of_the_optimizer():
