@@ -11,10 +11,9 @@ torch = pytest.importorskip("torch")
 if torch.cuda.is_available():
     from arrays import with_scales
     from blockfp.torch_backend.custom_ops import gated_kernels, gated_ops
-    from blockfp.torch_backend.custom_ops.activations import activate, gate_and_up, gradients, joined
+    from blockfp.torch_backend.custom_ops.activations import Gating, activate, gate_and_up, gradients, joined
     from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
-    from blockfp.torch_backend.linear.activation_function import activation
-    from blockfp.torch_backend.linear.gated_function import Gating
+    from blockfp.torch_backend.linear.prologue import activation
     from blockfp.torch_backend.modules.gated_product import gated_product
     from same_tensors import assert_same
 

@@ -7,11 +7,9 @@ import torch
 import torch.nn.functional as F
 from arrays import values, with_scales
 from blockfp.torch_backend.custom_ops import gated_ops
-from blockfp.torch_backend.custom_ops.activations import activate, gate_and_up, gradients, joined
-from blockfp.torch_backend.linear.activation_function import ActivationFunction
-from blockfp.torch_backend.linear.activation_function import activation as activation_alone
-from blockfp.torch_backend.linear.gated import takes
-from blockfp.torch_backend.linear.gated_function import Gating
+from blockfp.torch_backend.custom_ops.activations import Gating, activate, gate_and_up, gradients, joined
+from blockfp.torch_backend.linear.prologue import ActivationFunction, takes
+from blockfp.torch_backend.linear.prologue import activation as activation_alone
 from blockfp.torch_backend.modules.gated_product import fused_product, gated_product
 from torch import nn
 

@@ -1,9 +1,13 @@
 """The function of grouped layers gives the bits of groups that are quantized and multiplied one after another."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch._dynamo.testing
 from blockfp.torch_backend.linear import linear as linear_module
+from blockfp.torch_backend.linear.linear import call_of
+from blockfp.torch_backend.linear.parallel_layer import ParallelLayer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -42,9 +46,13 @@ def assert_equal(found, wanted):
         assert torch.equal(one, other)
 
 
+def call_of_parallel(*args):
+    return replace(call_of(*args), layer=ParallelLayer)
+
+
 def one_after_another(monkeypatch, make, *args):
     with monkeypatch.context() as patch:
-        patch.setattr(linear_module, "takes", lambda *_: False)
+        patch.setattr(linear_module, "call_of", call_of_parallel)
         return results(make(*args))
 
 
@@ -109,7 +117,7 @@ def test_gradients_of_gradients(monkeypatch):
 
     found = second(layer_of("mxfp8"))
     with monkeypatch.context() as patch:
-        patch.setattr(linear_module, "takes", lambda *_: False)
+        patch.setattr(linear_module, "call_of", call_of_parallel)
         assert_equal(found, second(layer_of("mxfp8")))
 
 

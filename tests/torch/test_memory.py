@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from arrays import values, with_scales
-from blockfp.torch_backend.linear import grouped_function, linear_function, operands
+from blockfp.torch_backend.linear import dense_layer, grouped_layer, operands
 from blockfp.torch_backend.torch_internals import KEEPS_RESULT, VIEWS
 from torch import nn
 
@@ -127,7 +127,7 @@ def test_an_mlp_keeps_codes_instead_of_values(name):
 def test_values_that_another_operation_keeps_have_no_codes_beside_them(name, activation, monkeypatch):
     results = []
     for keeps in (KEEPS_RESULT, ()):
-        monkeypatch.setattr(linear_function, "KEEPS_RESULT", keeps)
+        monkeypatch.setattr(dense_layer, "KEEPS_RESULT", keeps)
         module, x = Mlp(name, activation), x_of()
         sizes, y = kept(module, x)
         assert sizes[torch.bfloat16] == 2 * T * F_ + NORM
@@ -143,7 +143,7 @@ def test_values_that_another_operation_keeps_have_no_codes_beside_them(name, act
 def test_gradients_of_gradients_where_values_are_kept(monkeypatch):
     results = []
     for keeps in (KEEPS_RESULT, ()):
-        monkeypatch.setattr(linear_function, "KEEPS_RESULT", keeps)
+        monkeypatch.setattr(dense_layer, "KEEPS_RESULT", keeps)
         module, x = Mlp("mxfp8", torch.tanh), x_of()
         (first,) = torch.autograd.grad(module(x).float().square().sum(), x, create_graph=True)
         results.append(torch.autograd.grad(first.float().square().sum(), [x, *module.parameters()]))
@@ -244,7 +244,7 @@ def test_compiled_experts(name, monkeypatch):
     ends = torch.tensor([40, 8, 80])
     sizes, found = run_compiled(experts(), x_of())
     assert sizes[torch.uint8] == sizes[torch.bfloat16] == 0
-    monkeypatch.setattr(grouped_function, "apart", lambda x: x)
+    monkeypatch.setattr(grouped_layer, "apart", lambda x: x)
     more, wanted = run_compiled(experts(), x_of())
     assert sum(sizes.values()) < sum(more.values())
     assert_equal(found, wanted)

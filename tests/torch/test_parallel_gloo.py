@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch._dynamo.utils
 from blockfp.torch_backend.custom_ops.products import multiply
-from blockfp.torch_backend.linear import shared_function
+from blockfp.torch_backend.linear import parallel_layer
 from blockfp.torch_backend.quantized_tensor.sharding import local_of
 from parallel_operands import (
     SHAPES,
@@ -42,7 +42,7 @@ def operands(rank):
             results, products, _ = one_process(shape, recipes.for_linear(name), seen, batch)
             y, dx, _, _, thread, tp, _ = trained_layer(rank, layer, "fsdp x tp", style, sequence, shape)
             assert_shared((y, dx, None, None), seen[thread], results, products, style, sequence, tp)
-    shared_function.multiply = multiply
+    parallel_layer.multiply = multiply
 
 
 def block(device=None):

@@ -9,7 +9,7 @@ first elements are the gate.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,13 @@ from torch import Tensor
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 Layout = Literal["apart", "halves", "pairs"]
+
+
+class Gating(NamedTuple):
+    """An activation, and where its gate and up lie."""
+
+    activation: Activation
+    layout: Layout
 
 
 def gate_and_up(gate: Tensor, up: Tensor | None, layout: str) -> tuple[Tensor, Tensor | None]:

@@ -112,6 +112,20 @@ for _plans in (_forwards, _backwards):
     switch.when_turned(_plans.clear)
 
 
+class Found(NamedTuple):
+    """An input that comes cast.
+
+    Attributes:
+        parts: rowwise, columnwise, and with a multiplier the amax.
+        aligned: whether the rowwise parts are aligned.
+        columns: of the input.
+    """
+
+    parts: list[Tensor]
+    aligned: bool
+    columns: int
+
+
 def _count(format: Format | None) -> int:
     return 0 if format is None else 3 if format.scale.two_level else 2
 
@@ -127,7 +141,7 @@ def forward(
     keep: bool,
     origin: tuple[int, int] = (0, 0),
     shared: Casts | None = None,
-    found: list[Tensor] | None = None,
+    found: Found | None = None,
 ) -> list[Tensor]:
     """Carries out a layer's forward.
 
@@ -141,31 +155,31 @@ def forward(
         keep: whether x is wanted columnwise.
         origin: (row, column) of the weight's first element in the matrix whose blocks are counted.
         shared: casts of x that other layers made, or will ask for.
-        found: the parts of the input, rowwise and columnwise, and with a multiplier its amax, where a kernel has cast what it
-            made of x, of which nothing but shape, strides and dtype are read then.
+        found: the input that a prologue made of x and cast, instead of x.
 
     Returns:
         y [tokens, out]; the parts of a weight that was quantized here; those of x columnwise if they are wanted and have a
         format; with a multiplier the amax of x.
     """
     added = None if bias is None else bias.dtype
-    own = found is None
+    made_of = None if found is None else found[1:]
     key = (
         casts, keep, x.shape, x.stride(), x.dtype, x.device, multiplier is None,
-        weight.shape, scales is None, origin, added, own,
+        weight.shape, scales is None, origin, added, made_of,
     )  # fmt: skip
     plan = _forwards.get(key)
     if plan is None:
-        plan = _plan_forward(x, multiplier is not None, recipe_of(casts), keep, origin, own)
+        plan = _plan_forward(x, multiplier is not None, recipe_of(casts), keep, origin, made_of)
     quantize, row, count, aligned, format, fast, exact, cast, multiply = plan
-    if found is None and shared is not None:
-        found = shared.get(cast)
-    if found is None:
-        found = [] if quantize is None else quantize(x, None, multiplier, None)
+    cast_x = None if found is None else found.parts
+    if cast_x is None and shared is not None:
+        cast_x = shared.get(cast)
+    if cast_x is None:
+        cast_x = [] if quantize is None else quantize(x, None, multiplier, None)
         if shared is not None and multiplier is None:
-            shared[cast] = found
-    a, parts = [x] if row is None else found[:count], found[count:]
-    del found
+            shared[cast] = cast_x
+    a, parts = [x] if row is None else cast_x[:count], cast_x[count:]
+    del found, cast_x
     made: list[Tensor] = []
     if scales is not None:
         w = [weight, scales] if tensor_scale is None else [weight, scales, tensor_scale]
@@ -174,7 +188,7 @@ def forward(
     else:
         w = made = quantize_matrix(weight, format, None, None, None, None, (False, False), False, 0.0)
     if multiply is None:
-        lengths = weight.shape[0], x.shape[1]
+        lengths = weight.shape[0], x.shape[1] if made_of is None else made_of[1]
         left = Matrix(a, row, aligned=aligned)
         multiply = product_of(left, Matrix(w, format, origin), *lengths, added, x.dtype, fast, exact)
         kept(_forwards, key, plan._replace(multiply=multiply))
@@ -182,11 +196,15 @@ def forward(
     return [y, *made, *parts]
 
 
-def _plan_forward(x: Tensor, multiplied: bool, recipe: Recipe, keep: bool, origin: tuple[int, int], own: bool) -> _Forward:
+def _plan_forward(
+    x: Tensor, multiplied: bool, recipe: Recipe, keep: bool, origin: tuple[int, int], made_of: tuple[Any, ...] | None
+) -> _Forward:
     row, column = recipe.input.format, recipe.input_columnwise.format if keep else None
     weight, exact = recipe.weight.format, recipe.exact_products
-    # What a norm's kernel has cast is not aligned.
-    aligned = own and comes_aligned(x, row, weight, exact=exact, in_order=in_order(weight, origin, False))
+    if made_of is None:
+        aligned = comes_aligned(x, row, weight, exact=exact, in_order=in_order(weight, origin, False))
+    else:
+        aligned = made_of[0]
     quantize = None
     if row is not None or column is not None:
         rotate = column is not None and recipe.input_columnwise.rotate

@@ -1,6 +1,6 @@
 """The product of rows that are sorted by expert, where the rows or the gradient of the product may be codes already.
 
-It is `linear` with groups (linear_function.py) on one rank, and gives its bits where neither is. What is codes already is
+It is `linear` with groups (grouped_layer.py) on one rank, and gives its bits where neither is. What is codes already is
 multiplied as it is, and its columnwise form follows from the codes (`coded.columnwise`).
 """
 

@@ -1,11 +1,12 @@
-"""`Call`, the constants of one call of `linear`, and small functions that its forward and backward share."""
+"""`Call`, the constants of one call of `linear`; `Layer`, a kind of layer; and functions that all kinds share."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,9 +14,61 @@ from torch import Tensor
 from blockfp.formats import Format
 from blockfp.recipes import Recipe
 
+from ..custom_ops.activations import Gating
 from ..custom_ops.key_ops import gradient_keys
 from ..custom_ops.quantize_plans import Aligned
 from .parallel import Parallel
+
+Made = tuple[Tensor, list[Tensor], Sequence[Tensor], Sequence[Tensor]]
+"""The results of a layer's forward: y, the parts of x and of the weight for the backward, and the weight's values if its parts
+were made of them."""
+
+
+class Layer(ABC):
+    """How a call's operands are cast and multiplied; never instantiated. `LayerFunction` does what all layers have in common.
+
+    `cuts` says whether ranks share products, which have no gradient of their gradient then.
+    """
+
+    cuts: ClassVar[bool] = False
+
+    @staticmethod
+    @abstractmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        up: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        call: Call,
+        extra: Any,
+        scale: Tensor | None,
+        history: Tensor | None,
+    ) -> Made:
+        """Multiplies x with the weight; casts use `scale` and record amaxes in `history`, unless these are None.
+
+        Sets `ctx.format` to the format of the weight's parts. `extra` holds the groups' lengths or ends, or casts that layers
+        share.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def backward(
+        ctx: Any, gradient: Tensor, kept: list[Tensor], parts: list[Any], points: list[Any]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Returns the gradients of x, weight and bias that the call needs.
+
+        Args:
+            ctx: of the forward.
+            gradient: of y, [tokens, out].
+            kept, parts: what the forward returned; `kept` may be emptied.
+            points: the inputs of the prologue.
+        """
+
+    @staticmethod
+    def group_by_group(ctx: Any, gradient: Tensor) -> Any:
+        """Returns a context for `second_order`, in which each group's operands are apart."""
+        return ctx
 
 
 @dataclass(frozen=True)
@@ -40,6 +93,8 @@ class Call:
             without groups. Each view outside of it would be a node of the graph.
         dtype: to which x and the parameters are cast by autocast; None outside of it.
         has_scales: whether delayed scaling's scales are known to be above 0.
+        layer: how operands are cast and multiplied.
+        prologue: the activation in front of the layer, or None.
         eps: the recipe's, out of its text: a number that an object holds compilers may leave open (`dynamic=True`).
     """
 
@@ -58,6 +113,8 @@ class Call:
     dtype: torch.dtype | None
     has_scales: bool
     eps: float
+    layer: type[Layer]
+    prologue: Gating | None = None
 
 
 def groups_of(x: Tensor, counts: Sequence[int] | None) -> list[tuple[int | None, Tensor]]:

@@ -14,6 +14,7 @@ from blockfp.kernels import switch
 from blockfp.recipes import Compute, Recipe
 
 from ..custom_ops import export_ops
+from ..custom_ops.activations import Gating
 from ..custom_ops.library import is_real
 from ..custom_ops.products import comes_aligned
 from ..custom_ops.quantize_plans import NEITHER, kept, part_count
@@ -24,11 +25,12 @@ from ..quantized_tensor.refusals import jit_refusal
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from ..torch_internals import FakeTensor, dispatch_modes, functorch_is_active, jit_traces, unsafe_view, unwrap_if_dead
 from .call import Call, ends_of
+from .dense_layer import DenseLayer
 from .functional import transformed
-from .grouped_function import GroupedFunction, counts_of, run_grouped, takes
-from .linear_function import NO_STATE, LinearFunction, run_linear
+from .grouped_layer import GroupedLayer, counts_of
+from .layer_function import NO_STATE, LayerFunction, run_layer
 from .parallel import Parallel
-from .shared_function import SharedFunction
+from .parallel_layer import ParallelLayer
 
 
 class LinearState(NamedTuple):
@@ -105,13 +107,16 @@ def apply(
     parallel: Parallel | None = None,
     transposed: bool = False,
     casts: Casts | None = None,
+    up: Tensor | None = None,
+    prologue: Gating | None = None,
 ) -> Tensor:
     """Computes `linear` with a recipe from `recipes.for_linear`.
 
     With `counts`, weight is [groups, out, in], bias [groups, out], and group g multiplies the next counts[g] rows of
     x [tokens, in]; each group's rows are a tensor of their own. `offs` says the same as the groups' ends, int32 [groups] on x's
     device. With `parallel`, tensors are what this rank holds of them. With `transposed`, weight is [.., in, out], in a format
-    whose transpose is exact. `casts` are those of x that other layers share.
+    whose transpose is exact. `casts` are those of x that other layers share. With a `prologue`, x is its gate or holds gate and
+    up, and the layer multiplies the activation's output (`prologue.takes` says where it can).
     """
     if jit_traces():
         raise jit_refusal()
@@ -128,30 +133,32 @@ def apply(
     grouped = counts is not None or offs is not None
     # Lengths of fake tensors may be left open, and aren't hashed then.
     if not grouped and parallel is None and not transforms and not traced and type(x) is not FakeTensor:
-        known = known_by(x, weight, bias, recipe, state, key, transposed)
+        known = known_by(x, weight, bias, recipe, state, key, transposed, prologue)
         call = _calls.get(known)
     if call is None:
-        check_tensors(x, weight, bias, grouped=grouped, transposed=transposed)
+        in_one = prologue is not None and prologue.layout != "apart"
+        check_tensors(x.narrow(-1, 0, x.shape[-1] // 2) if in_one else x, weight, bias, grouped=grouped, transposed=transposed)
     if transforms:
         kept_state = state or LinearState()
 
         def run(x: Tensor, weight: Tensor, bias: Tensor | None, *tensors: Tensor | None) -> Tensor:
             own = LinearState(*tensors, rank=kept_state.rank, observed=kept_state.observed)
             call = call_of(x, weight, bias, recipe, own, key, grouped, shared)
-            return _run(x, weight, bias, call, state and own, key, counts, offs, transposed)
+            return _run(x, None, weight, bias, call, state and own, key, counts, offs, transposed)
 
         y = transformed(_rows(x), weight, bias, run, kept_state[:6])
     else:
         if call is None:
-            call = call_of(_rows(x), weight, bias, recipe, state, key, grouped, shared)
+            call = call_of(_rows(x), weight, bias, recipe, state, key, grouped, shared, prologue)
             if known is not None:
                 kept(_calls, known, call)
         if known is None or recipe.delayed is not None:
             casts = None
         if x.ndim > 2 and type(x) is Tensor and call.takes_axes and not dispatch_modes():
-            return _run(x, weight, bias, call, state, key, counts, offs, transposed, casts)
+            return _run(x, None, weight, bias, call, state, key, counts, offs, transposed, casts)
         rows = x if x.ndim == 2 else _rows(x)
-        y = _run(rows, weight, bias, call, state, key, counts, offs, transposed, casts)
+        up = up if up is None or up.ndim == 2 else _rows(up)
+        y = _run(rows, up, weight, bias, call, state, key, counts, offs, transposed, casts)
         if traced and parallel is None:
             y = export_ops.outputs(y, rows, weight, bias)
     if x.ndim == 2:
@@ -184,6 +191,7 @@ def known_by(
     state: LinearState | None,
     key: Key | None,
     transposed: bool,
+    prologue: Gating | None,
 ) -> tuple[Any, ...]:
     """All that a call of one rank without groups is checked for, and that its `Call` is made of."""
     device = x.device
@@ -200,6 +208,7 @@ def known_by(
         state is None or state.rng_key is None or state.step is None,
         key is None,
         transposed,
+        prologue,
     )  # fmt: skip
 
 
@@ -243,6 +252,7 @@ def call_of(
     key: Key | None,
     grouped: bool,
     parallel: Parallel | None,
+    prologue: Gating | None = None,
 ) -> Call:
     """Checks what `check_tensors` doesn't, and returns the constants of the call."""
     kind, state, traced = x.device.type, state or LinearState(), torch.compiler.is_compiling()
@@ -273,15 +283,20 @@ def call_of(
             comes_aligned(x, recipe.input.format, recipe.weight.format, exact=recipe.exact_products),
             comes_aligned(x, recipe.input_columnwise.format, recipe.gradient_columnwise.format, exact=recipe.exact_products),
         )
-    takes_axes = direct and not grouped and parallel is None
+    takes_axes = direct and not grouped and parallel is None and prologue is None
     # As `Recipe.of_text` takes it apart, which makes all of a recipe: calls of groups come here each time.
     eps = float(recipe.text.rsplit(",", 3)[1])
-    options = (made, direct, traced, aligns, takes_axes, autocast, state.has_scales, eps)
+    layer = DenseLayer if not grouped and parallel is None else ParallelLayer
+    if grouped and state.observed is None and (parallel is None or parallel.style == "experts"):
+        # Ranks that share each expert find a group's amaxes together, and `observe` measures each group.
+        layer = GroupedLayer
+    options = (made, direct, traced, aligns, takes_axes, autocast, state.has_scales, eps, layer, prologue)
     return Call(recipe, stored, grouped, needs, training, rank, parallel, *options)
 
 
 def _run(
     x: Tensor,
+    up: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     call: Call,
@@ -304,27 +319,22 @@ def _run(
         delayed = (state.input_amax_history, state.input_scale, state.gradient_amax_history, state.gradient_scale)
         words = state.rng_key if key is None else key_tensor(key, x.device)
         tensors = (*(delayed if recipe.delayed else (None,) * 4), words, state.step, state.observed)
-    at_once = not call.traced and not functorch_is_active()
-    function, arguments = SharedFunction.apply, ()
-    if call.parallel is None and not call.grouped:
-        function, arguments = LinearFunction.apply, (call, shared, *tensors)
-        if at_once:
-            function, arguments = run_linear, (call, shared, tensors or NO_STATE)
-    elif call.grouped and takes(call, None if state is None else state.observed):
-        offs = ends_of(counts, x) if offs is None else offs
-        function = run_grouped if at_once else GroupedFunction.apply
-        arguments = (call, offs, *(tensors or NO_STATE)[:-1])
-    else:
-        at_once, counts = False, counts_of(offs, x) if counts is None and offs is not None else counts
-        arguments = (call, counts, *(tensors or NO_STATE))
-    if at_once:
-        x, weight = unwrap_if_dead(x), unwrap_if_dead(weight)
+    extra: Any = shared
+    if call.layer is GroupedLayer:
+        extra = ends_of(counts, x) if offs is None else offs
+    elif call.layer is ParallelLayer:
+        extra = counts_of(offs, x) if counts is None and offs is not None else counts
+    function: Any = LayerFunction.apply
+    arguments = (call, extra, *tensors)
+    if not call.traced and not functorch_is_active():
+        function, arguments = run_layer, (call, extra, tensors or NO_STATE)
+        x, weight, up = unwrap_if_dead(x), unwrap_if_dead(weight), None if up is None else unwrap_if_dead(up)
     if dtype is None:
-        outputs: Any = function(x, weight, bias, *arguments)
+        outputs: Any = function(x, up, weight, bias, *arguments)
     else:
         # Products choose their dtypes themselves.
         with torch.autocast(x.device.type, enabled=False):
-            outputs = function(x, weight, bias, *arguments)
+            outputs = function(x, up, weight, bias, *arguments)
     # Beside y there may be what gradients of gradients need.
     return outputs[0] if isinstance(outputs, tuple) else outputs
 

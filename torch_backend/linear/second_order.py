@@ -35,32 +35,6 @@ from .operands import Scaling, kept_inputs, quantized
 from .weight_operands import columnwise_weight, weight_operand
 
 
-def save_for_graph(
-    ctx: Any, y: Tensor, x: Tensor, weight: Tensor, tensors: Sequence[Tensor], *, made: bool
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Saves tensors for the backward, and what gradients of gradients go to; returns what the forward does.
-
-    `LinearFunction`, whose calls cost the host most, does it where it stands.
-
-    Args:
-        ctx: of the forward, with its `call`.
-        y: the product.
-        x, weight: its operands.
-        tensors: codes and scales for the backward.
-        made: whether the weight's among them were made of values, which are saved too.
-    """
-    ctx.weight_beside = made
-    beside = [weight] if made else []
-    if not (ctx.call.needs[0] and ctx.call.needs[1]):
-        ctx.save_for_backward(*tensors, *beside)
-        return y
-    anchor = x.new_empty(0)
-    ctx.waiting = []
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *beside, anchor)
-    return y, anchor
-
-
 def values_of(parts: Sequence[Tensor], format: Format | None, columns: int) -> Tensor:
     """An operand's values in float32, from codes and scales, a quantized tensor, or values."""
     if len(parts) == 1:
@@ -128,12 +102,12 @@ def plus(d_x: Tensor, carried: Tensor | None) -> Tensor:
     return d_x if carried is None else d_x + carried
 
 
-def cast_again(ctx: Any, saved: list[Tensor], aligned: bool = False) -> list[Tensor]:
-    """Returns the parts of x columnwise, of which a forward kept the values, and `aligned` if so: what `ctx.again` is then."""
+def cast_again(ctx: Any, kept: list[Tensor], aligned: bool = False) -> list[Tensor]:
+    """Returns the columnwise parts of x, of which a forward kept the values; `aligned` if so."""
     recipe = ctx.call.recipe
     scaling = Scaling(recipe.eps, ctx.input_scale)
     cast = recipe.input_columnwise
-    column = quantized(saved[0], "input", HIGH_PRECISION, cast, scaling, aligned=(False, aligned))[1]
+    column = quantized(kept[0], "input", HIGH_PRECISION, cast, scaling, aligned=(False, aligned))[1]
     assert column is not None
     return list(column.parts)
 
@@ -144,8 +118,8 @@ def backward_with_graph(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]
     recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs
     saved, lengths = list(ctx.saved_tensors), ctx.counts or [gradient.shape[0]]
     kept, parts = saved[: ctx.kept], saved[ctx.kept : ctx.kept + ctx.parts]
-    if ctx.again is not None:
-        kept = cast_again(ctx, saved)
+    if ctx.again:
+        kept = cast_again(ctx, kept)
     with torch.no_grad():
         rows, columns = _gradient_values(ctx, gradient.detach())
         cast = recipe.input_columnwise

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..custom_ops.activations import Gating
 from ..experts.dispatch import combine
-from ..linear.activation_function import activation
-from ..linear.gated_function import Gating
+from ..linear.prologue import activation
 from .experts import Experts
 from .gated_mlp import activation_of
 from .known_classes import TITAN_EXPERTS, TRANSFORMERS_MOE, base_named, module_of

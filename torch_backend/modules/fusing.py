@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..linear.gated_function import Gating
+from ..custom_ops.activations import Gating
 from .gated_mlp import FusedMLP, activation_of, fused_class
 from .gated_product import fused_product
 from .known_classes import (

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from blockfp.kernels.once import once
 
-from ..custom_ops.activations import Activation, activate
-from ..linear.gated_function import Gating
+from ..custom_ops.activations import Activation, Gating, activate
 from .gated_product import fused_product
 from .known_classes import FUNCTIONS, GELU, SILU, Derived, DoesNotFit, MLPParts, check_own_forward, derive, watched
 from .shared_inputs import sharing

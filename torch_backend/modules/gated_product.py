@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..linear.activation_function import activation
-from ..linear.gated import gated, takes
-from ..linear.gated_function import Gating
+from ..custom_ops.activations import Gating
+from ..linear.linear import apply
 from ..linear.pieces import in_pieces
+from ..linear.prologue import activation, takes
 from .known_classes import LINEAR, watched
 from .linear import Linear
 
@@ -22,7 +22,7 @@ def gated_product(layer: nn.Module, gate: Tensor, up: Tensor | None, gating: Gat
 
     Args:
         layer: the layer, of any class.
-        gate, up: as for `linear.gated.gated`.
+        gate, up: [.., features]; or the one tensor [.., 2 * features] that holds both, and None.
         gating: the activation, and where gate and up lie.
     """
     found = fused_product(layer, gate, up, gating)
@@ -37,7 +37,7 @@ def fused_product(layer: Any, gate: Tensor, up: Tensor | None, gating: Gating) -
     """Returns what `gated_product` does, in one op for activation and cast; None where the layer has to be called for it.
 
     That is where somebody may want to see its input (hooks), where another module or forward stands in its place, and where
-    `linear.gated.takes` says no.
+    `prologue.takes` says no.
     """
     if type(layer).forward is not QUANTIZED or layer.parallel is not None or watched(layer):
         return None
@@ -47,4 +47,4 @@ def fused_product(layer: Any, gate: Tensor, up: Tensor | None, gating: Gating) -
     weight = layer.weight
     if not takes(gate, up, weight, layer.linear_recipe, state):
         return None
-    return gated(gate, up, weight, layer.bias, layer.linear_recipe, gating, state=state)
+    return apply(gate, weight, layer.bias, layer.linear_recipe, state=state, up=up, prologue=gating)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from blockfp.recipes import Compute, Recipe
 
-from ..linear.gated_function import Gating
+from ..custom_ops.activations import Gating
 from .gated_product import gated_product
 from .layernorm_linear import LayerNormLinear, Norm
 from .linear import Linear

@@ -12,7 +12,7 @@ import threaded
 import torch
 from blockfp.torch_backend.custom_ops import linear_ops
 from blockfp.torch_backend.custom_ops.products import multiply, product_of
-from blockfp.torch_backend.linear import linear_function, shared_function
+from blockfp.torch_backend.linear import dense_layer, parallel_layer
 from blockfp.torch_backend.linear.linear import LinearState, apply
 from blockfp.torch_backend.modules.cutting import part_of
 from blockfp.torch_backend.quantized_tensor.tensor import QuantizedTensor
@@ -71,7 +71,7 @@ def record_products(monkeypatch):
         seen.setdefault(threading.get_ident(), []).append((left, right))
         return out
 
-    for module in (shared_function, linear_function):
+    for module in (parallel_layer, dense_layer):
         monkeypatch.setattr(module, "multiply", recorded)
     monkeypatch.setattr(linear_ops, "product_of", alone)
     for plans in ("_forwards", "_backwards"):

@@ -1,12 +1,12 @@
-"""The autograd function of a linear layer whose rows are sorted by group: one op forward, one backward, eager and compiled.
+"""A layer whose rows are sorted by group: one op forward, one backward, eager and compiled.
 
     forward   y of group g  = x of group g  w[g]^T
     dgrad     dx of group g = g of group g  w[g]
     wgrad     dw[g]         = g^T x, of group g
 
 The groups' ends are a tensor on x's device, which the host never reads where the device multiplies all groups at once
-(`custom_ops/grouped_ops`). What is saved for the backward is x columnwise, the weight, and where the groups lie. Ranks that
-share the layer have experts of their own; each expert they share by `shared_function`.
+(`custom_ops/grouped_ops`). The layout of the groups is saved before x columnwise. Ranks that share the layer hold experts of
+their own; experts that several ranks share are a `parallel_layer`.
 """
 
 from __future__ import annotations
@@ -25,20 +25,11 @@ from blockfp.recipes import HIGH_PRECISION
 from ..custom_ops import grouped_ops
 from ..custom_ops.library import runs_now
 from ..quantized_tensor.own_ops import experts_parts
-from ..torch_internals import apply_of, dispatch_modes
-from .call import Call, keys_of_gradient
+from ..torch_internals import dispatch_modes
+from .call import Call, Layer, Made, keys_of_gradient
 from .delayed import multiplier, record
 from .operands import apart
-from .second_order import backward_with_graph, plus, save_for_graph, taken
 from .weight_operands import weight_operand
-
-
-def takes(call: Call, observed: Tensor | None) -> bool:
-    """Says whether `GroupedFunction` carries out a call with groups; `SharedFunction` does the others, one group after another.
-
-    Those look at single groups: ranks that share each expert find the amaxes of a group together, and `observe` measures each.
-    """
-    return observed is None and (call.parallel is None or call.parallel.style == "experts")
 
 
 def counts_of(offs: Tensor, x: Tensor) -> list[int]:
@@ -54,68 +45,55 @@ def counts_of(offs: Tensor, x: Tensor) -> list[int]:
     return counts
 
 
-class GroupedFunction(torch.autograd.Function):
+class GroupedLayer(Layer):
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
+        up: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
         call: Call,
-        offs: Tensor,
-        input_amax_history: Tensor | None,
-        input_scale: Tensor | None,
-        gradient_amax_history: Tensor | None,
-        gradient_scale: Tensor | None,
-        key: Tensor | None,
-        step: Tensor | None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        recipe = call.recipe
+        extra: Tensor,
+        scale: Tensor | None,
+        history: Tensor | None,
+    ) -> Made:
+        recipe, offs = call.recipe, extra
         columnwise = recipe.input_columnwise if call.needs[1] else HIGH_PRECISION
         w = weight_operand(weight, call.stored, recipe.weight, call.parallel)
-        given = input_scale if recipe.input.format is not None or columnwise.format is not None else None
+        given = scale if recipe.input.format is not None or columnwise.format is not None else None
         if given is not None and not call.has_scales:
-            given = multiplier(x, input_scale, call, "input", offs=offs, group=_group_of(call))
+            given = multiplier(x, scale, call, "input", offs=offs, group=_group_of(call))
         now = call.direct and not dispatch_modes()
         arguments: Any = (x, *_taken_apart(w.parts, call, now), offs, bias, given, recipe.text, call.needs[1])
         if now:
             y, words, *kept = grouped_ops.forward_now(*arguments)
-        elif torch.compiler.is_compiling():
+        elif call.traced:
             y, words, *kept = grouped_ops.forward_apart(*arguments, again=apart(x))
         else:
             y, words, *kept = grouped_ops.forward(*arguments)
         if given is not None:
-            if call.training and input_amax_history is not None:
-                record_groups(input_amax_history, kept[-1])
+            if history is not None:
+                record_groups(history, kept[-1])
             kept = kept[:-1]
         if call.needs[1] and columnwise.format is None:
             kept = [x]
         # Codes that ranks made together are kept; one rank makes them again of the weight.
         alone = call.parallel is None
         parts = ([weight] if alone else w.parts) if call.needs[0] else []
-        ctx.call, ctx.kept, ctx.parts, ctx.format = call, len(kept), len(parts), call.stored if alone else w.format
+        ctx.format = call.stored if alone else w.format
         # `keys_of_gradient` asks how many groups there are.
         ctx.counts = range(weight.shape[0])
-        ctx.shape, ctx.dtype, ctx.bias_dtype = weight.shape, weight.dtype, None if bias is None else bias.dtype
-        # Not saved: another microbatch's backward may write into them before this one's.
-        ctx.history, ctx.scale, ctx.key, ctx.step = gradient_amax_history, gradient_scale, key, step
-        if torch.compiler.is_compiling():
-            ctx.save_for_backward(words, *kept, *parts)
-            return y
         made = bool(parts) and not alone and call.stored is None and w.format is not None
-        return save_for_graph(ctx, y, x, weight, [words, *kept, *parts], made=made)
+        return y, [words, *kept], parts, [weight] if made and not call.traced else []
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, carried: Tensor | None = None):
+    def backward(
+        ctx: Any, gradient: Tensor, kept: list[Tensor], parts: list[Any], points: list[Any]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         call: Call = ctx.call
         recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs
-        nothing = [None] * 8
-        if gradient is None:
-            return taken(ctx.waiting, ctx.saved_tensors[-1].dtype), None, None, *nothing
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return *backward_with_graph(_group_by_group(ctx, gradient), gradient), *nothing
-        words, *saved = ctx.saved_tensors
-        kept, parts = saved[: ctx.kept], saved[ctx.kept : ctx.kept + ctx.parts]
+        words, *kept = kept
         rowwise = recipe.gradient if needs_x else HIGH_PRECISION
         columnwise = recipe.gradient_columnwise if needs_weight else HIGH_PRECISION
         keyed = rowwise.stochastic or columnwise.stochastic
@@ -144,10 +122,23 @@ class GroupedFunction(torch.autograd.Function):
             found = found[:-1]
         d_x = found[0] if needs_x else None
         d_weight = found[int(needs_x)] if needs_weight else None
-        d_bias = found[-1] if needs_bias else None
-        if d_x is not None and carried is not None:
-            d_x = plus(d_x, taken(ctx.waiting, d_x.dtype))
-        return d_x, d_weight, d_bias, *nothing
+        return d_x, d_weight, found[-1] if needs_bias else None
+
+    @staticmethod
+    def group_by_group(ctx: Any, gradient: Tensor) -> Any:
+        words, *saved = ctx.saved_tensors
+        ends = words[: ctx.shape[0]].tolist()
+        if ends and ends[-1] != gradient.shape[0]:
+            raise NotImplementedError("rows past the last end have no gradient of their gradient: leave them out of x")
+        format = ctx.call.recipe.input_columnwise.format
+        tokens, features = gradient.shape[0], ctx.shape[-1]
+        kept: Sequence[Tensor] = saved[: ctx.kept - 1]
+        if format is not None:
+            kept = [part for one in grouped_ops.group_operands(kept, format, ends, tokens, features) for part in one.parts]
+        return SimpleNamespace(
+            **(vars(ctx) | {"kept": len(kept), "counts": [end - begin for begin, end in pairwise([0, *ends])]}),
+            saved_tensors=[*kept, *saved[ctx.kept - 1 :]],
+        )
 
 
 def _taken_apart(parts: Sequence[Tensor], call: Call, now: bool) -> Sequence[Tensor | None]:
@@ -167,34 +158,3 @@ def record_groups(history: Tensor, amaxes: Tensor) -> None:
     """Records the amaxes of groups, int32 [groups], one after another: see `delayed.record`."""
     if amaxes.shape[0]:
         record(history, torch.where(amaxes >= INFINITY, torch.zeros_like(amaxes), amaxes).amax().view(1))
-
-
-def _group_by_group(ctx: Any, gradient: Tensor) -> Any:
-    """Makes a context for `second_order` with each group's operands apart; the host reads where they end."""
-    words, *saved = ctx.saved_tensors
-    ends = words[: ctx.shape[0]].tolist()
-    if ends and ends[-1] != gradient.shape[0]:
-        raise NotImplementedError("rows past the last end have no gradient of their gradient: leave them out of x")
-    counts = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
-    format = ctx.call.recipe.input_columnwise.format
-    tokens, features = gradient.shape[0], ctx.shape[-1]
-    kept: Sequence[Tensor] = saved[: ctx.kept]
-    if format is not None:
-        kept = [part for one in grouped_ops.group_operands(kept, format, ends, tokens, features) for part in one.parts]
-    fields = {name: getattr(ctx, name) for name in ("call", "parts", "format", "shape", "dtype", "bias_dtype", "weight_beside")}
-    state = {name: getattr(ctx, name) for name in ("history", "scale", "key", "step")}
-    return SimpleNamespace(
-        **fields,
-        **state,
-        saved_tensors=[*kept, *saved[ctx.kept :]],
-        kept=len(kept),
-        counts=counts,
-        x_origin=(0, 0),
-        again=None,
-        observed=None,
-        waiting=getattr(ctx, "waiting", None),
-    )
-
-
-run_grouped = apply_of(GroupedFunction)
-"""`GroupedFunction.apply` where nothing is traced or transformed."""

@@ -1,4 +1,4 @@
-"""The autograd function behind `linear` whose products a tensor-parallel group shares, or which has a weight for each group.
+"""A layer whose products a tensor-parallel group shares, or whose groups are multiplied one after another.
 
     forward   y  = x w^T     x rowwise      weight rowwise
     dgrad     dx = g w       g rowwise      weight columnwise: derived from the rowwise codes inside the product
@@ -35,7 +35,7 @@ from ..custom_ops.products import Matrix, multiply
 from ..sharded.rank_plan import TensorParallelShard
 from ..sharded.reduce_scatter import tree_reduce
 from . import outputs, pieces
-from .call import Call, bias_gradient, groups_of, keys_of_gradient
+from .call import Call, Layer, Made, bias_gradient, groups_of, keys_of_gradient
 from .delayed import multiplier
 from .operands import (
     Scaling,
@@ -46,32 +46,29 @@ from .operands import (
     regathered_input,
 )
 from .parallel import Parallel
-from .second_order import backward_with_graph, plus, save_for_graph, taken, without_derivative
 from .weight_operands import columnwise_weight, weight_operand
 
 
-class SharedFunction(torch.autograd.Function):
+class ParallelLayer(Layer):
+    cuts = True
+
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
+        up: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
         call: Call,
-        counts: Sequence[int] | None,
-        input_amax_history: Tensor | None,
-        input_scale: Tensor | None,
-        gradient_amax_history: Tensor | None,
-        gradient_scale: Tensor | None,
-        key: Tensor | None,
-        step: Tensor | None,
-        observed: Tensor | None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        recipe, parallel = call.recipe, call.parallel
+        extra: Sequence[int] | None,
+        scale: Tensor | None,
+        history: Tensor | None,
+    ) -> Made:
+        recipe, parallel, counts = call.recipe, call.parallel, extra
         if parallel is not None and parallel.splits is not None:
             pieces.check_eager()
-        given = multiplier(x, input_scale, call, "input", counts=counts, group=None if parallel is None else parallel.group)
-        scaling = Scaling(call.eps, given, input_amax_history if call.training else None, observed)
+        given = multiplier(x, scale, call, "input", counts=counts, group=None if parallel is None else parallel.group)
+        scaling = Scaling(call.eps, given, history, ctx.observed)
         columnwise = recipe.input_columnwise if call.needs[1] else HIGH_PRECISION
         shard = None if parallel is None else parallel.cut_input
         gathers = parallel is not None and parallel.gathers_input
@@ -80,7 +77,6 @@ class SharedFunction(torch.autograd.Function):
         size = (weight.shape[-2], weight.shape[-1])
         w = weight_operand(weight, call.stored, recipe.weight, parallel)
         kept: list[Tensor] = []
-        ctx.x_origin, ctx.again = (0, 0), None
         terms = []
         for index, group in groups_of(x, counts):
             if parallel is not None and gathers:
@@ -102,41 +98,17 @@ class SharedFunction(torch.autograd.Function):
         if parallel is not None and parallel.style == "row":
             y = _summed_output(y, bias, counts, parallel, x.dtype)
         parts = w.parts if call.needs[0] else []
-        ctx.call, ctx.counts, ctx.kept, ctx.parts = call, counts, len(kept), len(parts)
-        ctx.format, ctx.origin = w.format, w.origin
-        ctx.shape, ctx.dtype, ctx.bias_dtype = weight.shape, weight.dtype, None if bias is None else bias.dtype
-        # Not saved: another microbatch's backward may write into them before this one's.
-        ctx.history, ctx.scale, ctx.key, ctx.step, ctx.observed = gradient_amax_history, gradient_scale, key, step, observed
-        if parallel is not None:
-            ctx.x_shape = (x.shape[0], x.shape[1])
-        if parallel is not None or torch.compiler.is_compiling():
-            ctx.save_for_backward(*kept, *parts)
-            return y
+        ctx.counts, ctx.format, ctx.origin, ctx.x_shape = counts, w.format, w.origin, (x.shape[0], x.shape[1])
         made = bool(parts) and call.stored is None and w.format is not None
-        return save_for_graph(ctx, y, x, weight, [*kept, *parts], made=made)
+        return y, kept, parts, [weight] if made and parallel is None and not call.traced else []
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, carried: Tensor | None = None):
+    def backward(
+        ctx: Any, gradient: Tensor, kept: list[Tensor], parts: list[Any], points: list[Any]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         call: Call = ctx.call
         recipe, parallel, (needs_x, needs_weight, needs_bias) = call.recipe, call.parallel, call.needs
-        if gradient is None:
-            return taken(ctx.waiting, ctx.saved_tensors[-1].dtype), *([None] * 11)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            if parallel is None:
-                return *backward_with_graph(ctx, gradient), *([None] * 9)
-            return without_derivative(
-                SharedFunction.backward,
-                ctx,
-                gradient,
-                "a tensor-parallel layer has no gradient of its gradient: take it of a layer that is not cut, or leave out "
-                "create_graph",
-            )
-        saved = list(ctx.saved_tensors)
-        kept, w = saved[: ctx.kept], Matrix(saved[ctx.kept : ctx.kept + ctx.parts], ctx.format, ctx.origin)
-        del saved
-        if not torch.compiler.is_compiling():
-            # From here on each copy lives until its product is done.
-            ctx.maybe_clear_saved_tensors()
+        w = Matrix(parts, ctx.format, ctx.origin)
         rowwise = recipe.gradient if needs_x else HIGH_PRECISION
         columnwise = recipe.gradient_columnwise if needs_weight else HIGH_PRECISION
         keys = keys_of_gradient(ctx, gradient) if rowwise.stochastic or columnwise.stochastic else None
@@ -149,7 +121,7 @@ class SharedFunction(torch.autograd.Function):
             pending = regathered_input(kept, ctx.x_shape, cast, parallel.tokens, gradient)
         else:
             inputs = kept_inputs(kept, cast.format, ctx.counts, ctx.x_origin)
-        del kept
+        kept.clear()
         d_bias = _shared_bias_gradient(gradient, ctx, parallel) if needs_bias and parallel is not None else None
         shard = None if parallel is None else parallel.cut_gradient
         gathers = parallel is not None and parallel.gathers_gradient
@@ -195,11 +167,9 @@ class SharedFunction(torch.autograd.Function):
             d_x = _joined(d_inputs) if d_inputs else gradient.new_empty(ctx.x_shape)
             if parallel is not None and parallel.style == "column":
                 d_x = _summed(d_x, parallel, gradient.dtype)
-            if carried is not None:
-                d_x = plus(d_x, taken(ctx.waiting, d_x.dtype))
         if needs_bias and parallel is None:
             d_bias = bias_gradient(gradient, ctx.counts, ctx.bias_dtype)
-        return d_x, d_weight, d_bias, *([None] * 9)
+        return d_x, d_weight, d_bias
 
 
 def _joined(groups: list[Tensor]) -> Tensor:

@@ -1,0 +1,165 @@
+"""The prologue of a layer: an activation whose output is cast as it is made, and never kept.
+
+    forward   a = activation(gate) * up, cast rowwise and columnwise as it is made;   y = a w^T
+    backward  da = g w,  dw = g^T a,   d_gate, d_up from da, gate and up
+
+The layer saves gate and up, which autograd keeps for the activation anyway. The columnwise codes of a are made again in the
+backward, of gate and up; but for NVFP4's in eager code. `custom_ops.activations` has a row for each activation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
+
+from ..custom_ops import gated_ops
+from ..custom_ops.activations import Gating, activate, gate_and_up, gradients, joined
+from ..custom_ops.library import runs_now
+from ..custom_ops.products import Matrix
+from ..custom_ops.quantize_plans import Aligned, part_count
+from ..quantized_tensor.tensor import DTYPES
+from ..torch_internals import functorch_is_active, jit_traces
+from .call import Call
+
+
+def takes(gate: Tensor, up: Tensor | None, weight: Tensor, recipe: Recipe, state: Any) -> bool:
+    """Says whether a layer with a prologue computes what the activation and the layer would.
+
+    It doesn't where something needs the values of the activation (`observe`, operands in high precision, delayed scaling that
+    has no scale yet), in transforms of torch.func, under torch.jit.trace, under an autocast to another dtype, with DTensors, or
+    where the layer would raise.
+    """
+    if recipe.input.format is None or recipe.input_columnwise.format is None:
+        return False
+    if functorch_is_active() or jit_traces():
+        return False
+    if state is not None and (state.observed is not None or (state.input_scale is not None and not state.has_scales)):
+        return False
+    kind = gate.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is not gate.dtype:
+        return False
+    if type(gate) is not Tensor or gate.dtype not in DTYPES or gate.dtype is not weight.dtype:
+        return False
+    if up is None:
+        return True
+    alike = type(up) is Tensor and up.dtype is gate.dtype and up.shape == gate.shape and up.device == gate.device
+    return alike and up.requires_grad == gate.requires_grad
+
+
+def cast(
+    gate: Tensor,
+    up: Tensor | None,
+    gating: Gating,
+    row: Cast,
+    column: Cast,
+    amax: Tensor | None,
+    multiplier: Tensor | None,
+    eps: float,
+    direct: bool,
+    aligned: Aligned,
+) -> tuple[list[Tensor], Tensor | None]:
+    """Quantizes the activation's output; returns its parts in the directions that have a format, and its amax if the format has
+    one scale per tensor.
+
+    A known amax is used where it alone decides the scale.
+    """
+    format = row.format or column.format
+    assert format is not None
+    # Not per_tensor: a compiler may not be the first to ask for a cached property.
+    whole = format.block is None
+    amax = amax if whole and multiplier is None else None
+    if direct:
+        options = (amax, multiplier, column.rotate, eps, aligned)
+        parts = gated_ops.quantize_gated(gate, up, *gating, row.format, column.format, *options)
+    else:
+        names = [None if one.format is None else one.format.name for one in (row, column)]
+        parts = gated_ops.quantize_op(gate, up, *gating, *names, amax, multiplier, column.rotate, eps, *aligned)
+    return (parts[:-1], parts[-1]) if whole else (parts, None)
+
+
+def quantized(
+    gate: Tensor, up: Tensor | None, call: Call, column: Cast, scale: Tensor | None, aligned: Aligned
+) -> tuple[Matrix, list[Tensor], Tensor | None]:
+    """Quantizes the activation's output through the ops; returns it rowwise, its columnwise parts, and its amax or None."""
+    gating, row, known = call.prologue, call.recipe.input, (scale, call.eps, False)
+    assert gating is not None
+    assert row.format is not None
+    count = part_count(row.format)
+    if not call.traced or column.format is None:
+        made, amax = cast(gate, up, gating, row, column, None, *known, (aligned[0], False))
+        return Matrix(made[:count], row.format, aligned=aligned[0]), made[count:], amax
+    made, amax = cast(gate, up, gating, row, HIGH_PRECISION, None, *known, (aligned[0], False))
+    # An op of its own: compilers move it to the backward, which alone needs it.
+    kept, _ = cast(gate, up, gating, HIGH_PRECISION, column, amax, *known, (False, aligned[1]))
+    return Matrix(made, row.format, aligned=aligned[0]), kept, amax
+
+
+def cast_again(ctx: Any, points: list[Any], aligned: bool) -> list[Tensor]:
+    """Returns the columnwise parts of the activation's output, of which a forward kept none; `aligned` if so."""
+    gate, up = points
+    call: Call = ctx.call
+    assert call.prologue is not None
+    known = (ctx.input_amax, ctx.input_scale, call.eps, call.direct and runs_now(gate))
+    return cast(gate, up, call.prologue, HIGH_PRECISION, call.recipe.input_columnwise, *known, (False, aligned))[0]
+
+
+def backward(ctx: Any, gradient: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Returns the gradients of gate and up from that of the activation's output."""
+    call: Call = ctx.call
+    recipe = call.recipe
+    assert call.prologue is not None
+    activation, layout = call.prologue
+    if torch.compiler.is_compiling() and ctx.scale is None:
+        casts = (recipe.gradient, recipe.gradient_columnwise if call.needs[1] else HIGH_PRECISION)
+        if any(one.format is not None and one.format.block is None for one in casts):
+            # A compiler makes one kernel of these operations and of the amax that the next cast wants.
+            d_gate, d_up = gradients(gradient, *gate_and_up(gate, up, layout), activation)
+            return (d_gate, d_up) if d_up is None or layout == "apart" else (joined(d_gate, d_up, layout), None)
+    run = gated_ops.gated_gradient if call.direct and runs_now(gradient) else gated_ops.gradient_op
+    d_gate, *rest = run(gradient, gate, up, activation, layout)
+    return d_gate, rest[0] if rest else None
+
+
+# ---- an activation by itself
+
+
+class ActivationFunction(torch.autograd.Function):
+    """activation(gate), or activation(gate) * up, of [rows, columns], with the bits of PyTorch's operations.
+
+    It keeps gate and up alone; PyTorch's operations keep the activation's output too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, gating: Gating) -> Tensor:
+        ctx.gating = gating
+        ctx.save_for_backward(gate, up)
+        return gated_ops.activated(gate, up, *gating)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor):
+        gate, up = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            made = activate(*gate_and_up(gate, up, ctx.gating.layout), ctx.gating.activation)
+            wanted = [one for one, needed in zip((gate, up), ctx.needs_input_grad, strict=False) if needed]
+            found = iter(torch.autograd.grad(made, wanted, gradient, create_graph=True))
+            return *(next(found) if needed else None for needed in ctx.needs_input_grad[:2]), None
+        d_gate, *rest = gated_ops.gated_gradient(gradient, gate, up, *ctx.gating)
+        return d_gate, rest[0] if rest else None, None
+
+
+def activation(gate: Tensor, up: Tensor | None, gating: Gating) -> Tensor:
+    """Returns the activation's output, [.., features], where no layer takes it in: one kernel each way on a GPU.
+
+    Compilers fuse PyTorch's operations themselves, and on a CPU they are as fast.
+    """
+    plain = type(gate) is Tensor and (up is None or type(up) is Tensor)
+    if not plain or not gate.is_cuda or torch.compiler.is_compiling() or not runs_now(gate) or functorch_is_active():
+        return activate(*gate_and_up(gate, up, gating.layout), gating.activation)
+    flat = [one if one is None or one.ndim == 2 else one.flatten(0, -2) if one.ndim > 1 else one[None] for one in (gate, up)]
+    made = ActivationFunction.apply(*flat, gating)
+    assert isinstance(made, Tensor)
+    return made if gate.ndim == 2 else made.view(*gate.shape[:-1], made.shape[-1])
