@@ -325,8 +325,7 @@ def element_bytes(
     materialize: Materialize = as_stored,
     width: int = NARROW,
 ) -> Array:
-    """Returns the random bytes of each element's index in the unsharded array, as int32 in the pattern's shape; see
-    `quantize`."""
+    """Returns the random bytes of each element, indexed in the unsharded array, as int32 in the pattern's shape."""
     xp = array_namespace(pattern)
     *leading, rows, columns = pattern.shape
     total_rows, total_columns = shape or (origin[0] + rows, origin[1] + columns)
@@ -350,8 +349,7 @@ def dequantize(
     origin: Origin = (0, 0),
     materialize: Materialize = as_stored,
 ) -> Array:
-    """Returns the values: code times decode scale rounded once to fp32, then once to `dtype` ("float32", "float16",
-    "bfloat16").
+    """Returns the values in `dtype`: code times decode scale, rounded once to fp32 and once to float16 or bfloat16.
 
     `columns` is the length of the last axis; the other arguments are those of `Quantized` and `quantize`.
     """
