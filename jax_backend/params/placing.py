@@ -218,7 +218,7 @@ def partition_specs(tree: Any, specs: Any = PartitionSpec()) -> Any:  # noqa: B0
 def unshard_params(tree: Any) -> Any:
     """Joins sharded quantized leaves to whole arrays, for checkpoints and other meshes; inverts `shard_params`.
 
-    Their codes and scales become JAX arrays of the whole shape, still sharded over the devices where that is even.
+    Their codes and scales become JAX arrays of the whole shape, still sharded over the devices if that is even.
     """
 
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_quantized)
@@ -229,7 +229,7 @@ def unshard_params(tree: Any) -> Any:
 
 
 def _even(q: QuantizedArray) -> QuantizedArray:
-    """Returns NamedShardings for the parts of the whole of `q`: sharded like `q` where that is even."""
+    """Returns NamedShardings for the parts of the whole of `q`: sharded like `q` if that is even."""
     shapes, mesh = _shapes(_whole, q), _mesh_of(q)
 
     def even(part, spec):
