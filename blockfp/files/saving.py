@@ -8,9 +8,9 @@ A model is one file, or several with an index in the format of the Hugging Face 
 
 Only the index determines which parts form the model. It is replaced atomically, and older parts are removed afterwards, except
 those named by another file in the folder, such as a copied or renamed index. The next save removes parts of a killed save: a
-part's token is the first half of the token of the index's temporary file, which exists and is locked while its parts are
-written (`atomic`). New files get the permissions of the older model. `files.quantized_model` describes the entries of a
-quantized tensor; its codes and scales are always in the same file.
+part's token is the first 8 of the 12 digits in the name of the index's temporary file, which exists and is locked while the
+parts are written (`atomic`). New files get the permissions of the older model. `files.quantized_model` describes the entries
+of a quantized tensor; its codes and scales are always in the same file.
 """
 
 from __future__ import annotations

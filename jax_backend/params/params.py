@@ -27,7 +27,7 @@ Filter = Callable[[str, Any], bool]
 def is_matrix(path: str, leaf: Any) -> bool:
     """Returns whether a leaf is a float array with two or more axes, which `quantize_params` quantizes by default.
 
-    Includes float64, which can't be quantized: silently skipping weights drawn by NumPy would go unnoticed.
+    Includes float64, so that `quantize_params` raises: leaving out weights drawn by NumPy would go unnoticed.
     """
     return getattr(getattr(leaf, "dtype", None), "name", None) in (*DTYPES, "float64") and leaf.ndim >= 2
 

@@ -296,7 +296,7 @@ def _shapes(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _lying_alike(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Runs function(tree), which maps each array to one; with Explicit axes, results keep the arrays' sharding where that is
+    """Runs function(tree), which maps each array to one; with Explicit axes, results keep the arrays' sharding if it is
     even."""
     mesh = explicit.mesh_of(tree)
     if mesh is None:
