@@ -25,6 +25,6 @@ __all__ = [
     "save",
 ]
 
-# Pickles and tracebacks name what users import: rooms may move.
+# Pickles and tracebacks name the module that users import from, so internal modules can move.
 for _public in (QuantizedArray, fake_quantize, load, quantize, save):
     _public.__module__ = __name__

@@ -1,4 +1,4 @@
-"""`python -m blockfp`: the `blockfp` command, of the Python that runs it."""
+"""Runs the `blockfp` command as `python -m blockfp`, with the current interpreter."""
 
 from .cli import main
 

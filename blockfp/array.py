@@ -1,4 +1,4 @@
-"""The NumPy face: a quantized array of NumPy arrays, and `quantize`."""
+"""The NumPy face: `QuantizedArray`, `quantize` and `fake_quantize`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .kernels import native
 
 
 class BlockScaledArray(NoValues):
-    """The base of NumPy's and JAX's quantized arrays."""
+    """Base of the NumPy and JAX quantized arrays."""
 
     if TYPE_CHECKING:
         codes: Any
@@ -41,20 +41,20 @@ class BlockScaledArray(NoValues):
         dtype: Any,
         origin: tuple[int, int] = (0, 0),
     ) -> Self:
-        """Makes a quantized array of codes and scales that are already there; of one byte each they are not copied.
+        """Makes a quantized array from existing codes and scales. Codes of one byte and scales are not copied.
 
         Args:
-            codes: uint8 [..., rows, bytes], or as `view_codes` gives them.
-            scales: as the format stores them, one for each block, or as `view_scales` gives them.
-            tensor_scale: float32 of shape () for NVFP4, else None.
+            codes: uint8 [..., rows, bytes], or elements as returned by `view_codes`.
+            scales: one per block, in the format's storage dtype or as returned by `view_scales`.
+            tensor_scale: float32 of shape () for formats with two levels of scales (NVFP4), else None.
             format: a `Format` or its name.
             columns: length of the last axis.
             dtype: float32, float16 or bfloat16: the dtype of the original.
             origin: (row, column) of the first element in the unsharded matrix.
 
         Raises:
-            TypeError: codes, scales or dtype are of a wrong dtype.
-            ValueError: a shape doesn't fit, or the format is not known.
+            TypeError: codes, scales or dtype have a wrong dtype.
+            ValueError: a shape doesn't fit, or the format is unknown.
         """
         return cls._from_parts(codes, scales, tensor_scale, Format.parse(format), columns, dtype, origin)
 
@@ -68,7 +68,7 @@ class BlockScaledArray(NoValues):
 
     @property
     def size(self) -> int:
-        """Number of elements of the array that was quantized."""
+        """Number of elements of the original array."""
         return math.prod(self.shape)
 
     @property
@@ -79,10 +79,10 @@ class BlockScaledArray(NoValues):
 
     @property
     def T(self) -> Self:
-        """`mT` of a matrix.
+        """The transposed matrix; `mT` restricted to two axes.
 
         Raises:
-            ValueError: there are more than two axes, or the blocks are not square.
+            ValueError: the array has more than two axes, or the blocks are not square.
         """
         checks.check_matrix(self.shape)
         return self.mT
@@ -90,15 +90,15 @@ class BlockScaledArray(NoValues):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class QuantizedArray(BlockScaledArray):
-    """Codes, scales and a format.
+    """An array stored as low-precision codes with one scale per block.
 
     Attributes:
-        codes: uint8 [..., rows, bytes], packed along the last axis; `view_codes` has them as elements.
-        scales: uint8 or float32, one for each block; (1,) * ndim for one scale per tensor; `view_scales` has them as numbers.
-        tensor_scale: float32 of shape () for NVFP4, else None.
+        codes: uint8 [..., rows, bytes], packed along the last axis; `view_codes` returns them as elements.
+        scales: uint8 or float32, one per block, of shape (1,) * ndim for one scale per tensor; `view_scales` returns numbers.
+        tensor_scale: float32 of shape () for formats with two levels of scales (NVFP4), else None.
         format: the `Format`, or its name.
-        columns: length of the last axis, which packing hides.
-        dtype: dtype of the original, and of `dequantize()`.
+        columns: length of the last axis, which packed codes don't show.
+        dtype: dtype of the original and default of `dequantize()`.
         origin: (row, column) of the first element in the unsharded matrix.
     """
 
@@ -122,12 +122,12 @@ class QuantizedArray(BlockScaledArray):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array that was quantized."""
+        """Shape of the original array."""
         return (*self.codes.shape[:-1], self.columns)
 
     @property
     def mT(self) -> QuantizedArray:
-        """The array with its last two axes swapped, exact and without requantizing.
+        """The array with its last two axes swapped: exact, without requantizing.
 
         Raises:
             ValueError: the blocks are not square.
@@ -137,20 +137,21 @@ class QuantizedArray(BlockScaledArray):
         return QuantizedArray(codes, scales, self.tensor_scale, self.format, rows, self.dtype, (self.origin[1], self.origin[0]))
 
     def view_codes(self) -> np.ndarray:
-        """The codes as elements [..., rows, columns] of an ml_dtypes dtype; times the scales of their blocks they are values.
+        """Returns the codes as elements [..., rows, columns] of an ml_dtypes dtype; code times block scale is the value.
 
-        float8_e4m3fn and float8_e5m2, and int8 (64 times the value), share the codes' memory; float6_e3m2fn, float6_e2m3fn and
-        float4_e2m1fn are a copy, one a byte.
+        float8_e4m3fn, float8_e5m2 and int8 (64 times the value) are views. float6_e3m2fn, float6_e2m3fn and float4_e2m1fn are
+        unpacked copies, one element per byte.
         """
         return views.view_codes(self.codes, self.columns, self.format)
 
     def view_scales(self) -> np.ndarray:
-        """The scales as numbers, in the same memory: float8_e8m0fnu for MX, float8_e4m3fn for NVFP4 (times `tensor_scale`),
-        else float32."""
+        """Returns a view of the scales as numbers: float8_e8m0fnu for MX, float8_e4m3fn for NVFP4 (multiply by `tensor_scale`),
+        else float32.
+        """
         return views.view_scales(self.scales, self.format)
 
     def dequantize(self, dtype=None) -> np.ndarray:
-        """The values, rounded once to `dtype` (default: the original's)."""
+        """Returns the values, rounded once to `dtype` (default: the dtype of the original)."""
         name = checks.output_dtype(self.dtype if dtype is None else dtype)
         run = native if native.available() else numerics
         return run.dequantize(
@@ -165,13 +166,13 @@ def quantize(x: np.ndarray, format: Format | str, *, key: Key | None = None) -> 
     """Quantizes a NumPy array in blocks of its last two axes.
 
     Args:
-        x: float32, float16 or bfloat16 (`ml_dtypes.bfloat16`), two or more axes.
-        format: a `Format` or its name, see `blockfp.formats.NAMES`.
+        x: float32, float16 or bfloat16 (`ml_dtypes.bfloat16`), with two or more axes.
+        format: a `Format` or its name; `blockfp.formats.NAMES` lists the names.
         key: None rounds to nearest even; a seed or two uint32 words round stochastically.
 
     Raises:
         TypeError: x is not a NumPy array of a supported dtype.
-        ValueError: x has fewer than two axes, or the format or key is not valid.
+        ValueError: x has fewer than two axes, or the format or key is invalid.
 
     Example:
         >>> q = blockfp.quantize(np.ones((4, 64), np.float32), "mxfp8_e4m3")
@@ -191,5 +192,5 @@ def quantize(x: np.ndarray, format: Format | str, *, key: Key | None = None) -> 
 
 
 def fake_quantize(x: np.ndarray, format: Format | str, *, key: Key | None = None) -> np.ndarray:
-    """Quantizes x and dequantizes it again, in its own dtype: the values that a product would see."""
+    """Quantizes and dequantizes x in its own dtype; takes the arguments of `quantize`."""
     return quantize(x, format, key=key).dequantize()

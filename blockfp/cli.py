@@ -1,4 +1,4 @@
-"""The `blockfp` command: info, check, quantize, dequantize, convert, export. Loads the backends that are installed."""
+"""The `blockfp` command: info, check, quantize, dequantize, convert and export. Loads the installed backends."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ except ModuleNotFoundError as error:
 
 
 class _SayingErrors(TyperGroup):
-    """Ends a command with a line and exit code 2 where its input or the disk is bad."""
+    """Reports bad input and disk errors in one line and exits with code 2."""
 
     def invoke(self, ctx: Context) -> Any:
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            raise  # of a reader that has seen enough, such as head
+            raise  # the reader closed the pipe, as `head` does
         except (OSError, ValueError, MemoryError) as error:
             raise refused(str(error) or repr(error)) from error
 
@@ -35,7 +35,7 @@ app = typer.Typer(cls=_SayingErrors, add_completion=False, no_args_is_help=True,
 
 @app.command()
 def info() -> None:
-    """Says which backends, kernels, instruction sets, devices and versions are here, and how products of formats run."""
+    """Prints the available backends, kernels, instruction sets, devices and versions, and how products of formats run."""
     lines = check.versions()
     for name, load in check.BACKENDS.items():
         try:
@@ -64,5 +64,5 @@ for command in (
 
 
 def main() -> None:
-    """The entry point of the `blockfp` command."""
+    """Runs the `blockfp` command."""
     app()

@@ -1,4 +1,4 @@
-"""blockfp's own errors. Importing them needs nothing but Python."""
+"""Exceptions of blockfp. This module imports only the standard library."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from pathlib import Path
 
 
 class BadFile(ValueError):
-    """A file that can't be used; the message names it, and the tensor where there is one."""
+    """A file is unusable; the message names the file and, if the error concerns one tensor, the tensor."""
 
     def __init__(self, path: Path, problem: object, tensor: str | None = None):
-        # Some exceptions of others have no text, and some files names of a megabyte.
+        # Some third-party exceptions have no text, and a corrupt file can contain names of a megabyte.
         told = _shortened(str(problem) or repr(problem))
         where = f"{path}, tensor {_shortened(repr(tensor))}" if tensor is not None else f"{path}"
         super().__init__(f"{where}: {told}")
         self._given = (path, told, tensor)
 
     def __reduce__(self):
-        # Ranks send each other what they raise.
+        # Ranks send exceptions to each other as pickles.
         return BadFile, self._given
 
 
 class BadCheckpoint(ValueError):
-    """A checkpoint that can't be used; the message names the file, or the entry, and what is wrong with it."""
+    """A checkpoint is unusable; the message names the file or entry and the problem."""
 
 
 class BadBackend(ValueError):
-    """A backend of `blockfp check` that can't be found or doesn't do what it must; the message says what is wrong."""
+    """A backend of `blockfp check` can't be found or breaks the protocol; the message names the problem."""
 
 
 def _shortened(text: str) -> str:

@@ -1,8 +1,8 @@
 """Element formats, scale formats, and the named formats that combine them.
 
-A `Format` is a plain immutable value. Its name is its identity: `Format.parse(name)` returns the one instance with that
-name, copies and unpickled formats are that instance, and so a format serves as a JAX static argument, a torch.compile
-constant and a dictionary key as it is.
+A `Format` is an immutable value identified by its name: `Format.parse(name)` returns the single instance of that name, and
+copying or unpickling returns the same instance. A format can therefore be a static argument in JAX, a constant in
+torch.compile, and a dictionary key.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class ElementFormat:
-    """A sign and a small magnitude: a float of `exponent_bits` and `mantissa_bits`, or a fixed-point integer.
+    """A signed element: a float of `exponent_bits` and `mantissa_bits`, or a fixed-point integer.
 
-    The magnitude code of a float is its exponent field above its mantissa field. INT8 has the same magnitude code with one
-    exponent bit (value = code / 64), stored in two's complement.
+    The magnitude code of a float is its exponent field followed by its mantissa field. INT8 has a magnitude code with one
+    exponent bit (value = code / 64) and is stored in two's complement.
 
     Attributes:
         name: the field's name, such as "e4m3".
-        bits: bits of a code: 8, 6 or 4.
+        bits: bits per code: 8, 6 or 4.
         exponent_bits: bits of the exponent field.
         mantissa_bits: bits of the mantissa field.
         bias: exponent bias; the smallest normal exponent is `1 - bias`.
@@ -29,7 +29,7 @@ class ElementFormat:
         max_code: magnitude code of `max`.
         nan_code: code written for NaN.
         has_nan: whether `nan_code` decodes to NaN; if not, the block's scale is written as NaN.
-        signed: "magnitude" (a sign bit above the magnitude code) or "complement" (two's complement, no negative zero).
+        signed: "magnitude" (sign bit above the magnitude code) or "complement" (two's complement, no negative zero).
     """
 
     name: str
@@ -46,25 +46,25 @@ class ElementFormat:
 
     @property
     def emin(self) -> int:
-        """Exponent of the smallest normal value; below it the spacing stays that of this exponent."""
+        """Exponent of the smallest normal value; subnormals keep the spacing of this exponent."""
         return 1 - self.bias
 
     @property
     def native_dtype(self) -> str:
-        """Name of the dtype of ml_dtypes, JAX and PyTorch whose elements are the codes (of INT8 64 times the values)."""
+        """Name of the matching dtype in ml_dtypes, JAX and PyTorch; int8 elements are 64 times the values."""
         if self.signed == "complement":
             return self.name
-        # "fn": finite, with NaN at most. E5M2 alone has infinities.
+        # The suffix "fn" means finite: no infinities, at most a NaN. Only E5M2 has infinities.
         return f"float{self.bits}_{self.name}" + ("" if self.name == "e5m2" else "fn")
 
     @property
     def packed(self) -> bool:
-        """True where several codes share a byte."""
+        """Whether several codes share a byte."""
         return self.bits < 8
 
     @property
     def codes_per_group(self) -> int:
-        """The fewest codes that fill whole bytes: 1 of 8 bits, 4 of 6 bits, 2 of 4 bits."""
+        """Smallest number of codes that fills whole bytes: 1 at 8 bits, 4 at 6 bits, 2 at 4 bits."""
         return {8: 1, 6: 4, 4: 2}[self.bits]
 
     def __str__(self) -> str:
@@ -85,20 +85,20 @@ ELEMENTS = {element.name: element for element in (E4M3, E5M2, E3M2, E2M3, E2M1, 
 
 @dataclass(frozen=True)
 class ScaleFormat:
-    """Storage of the scale of a block, and the rule that turns the block's amax into it.
+    """How a block's scale is stored and computed from the block's amax.
 
     Attributes:
-        name: "fp32", "pow2" (fp32 whose mantissa is zero), "e8m0_ceil", "e8m0_floor", or "e4m3" (with one fp32 scale per
-            tensor above it), "e4m3_guarded" where nothing saturates, "e4m3_4over6" where each block takes the better of two
-            scales; "_448" and "_mse" behind it say which bound and which error.
-        dtype: name of the stored dtype, "float32" or "uint8".
-        nan_code: the stored byte that means NaN, or None where scales are fp32.
-        bound: E4M3 scales of two levels: the scale of a block with the tensor's amax.
-        guard: the share of the element's MAX that a block's amax is mapped to. Rounded to nearest, an E4M3 scale is 16/17 of
-            what it was at the least.
-        four_over_six: True where the elements of a block decide its scale: of those that map its amax to 6 and to 4 it takes
-            the one with the smaller error.
-        squared_errors: 4-over-6: the error is the sum of squares, not of magnitudes.
+        name: "fp32", "pow2" (fp32 with a zero mantissa), "e8m0_ceil", "e8m0_floor", or "e4m3" (below one fp32 scale per
+            tensor). "e4m3_guarded" leaves room so that nothing saturates; "e4m3_4over6" tries two scales per block and keeps
+            the better one, with suffix "_448" for the bound and "_mse" for squared errors.
+        dtype: name of the storage dtype, "float32" or "uint8".
+        nan_code: the stored byte that means NaN, or None for fp32 scales.
+        bound: for two levels of scales, the block scale of a block that contains the tensor's amax; else None.
+        guard: the fraction of the element's `max` to which a block's amax is mapped. 16/17 is enough to avoid saturation,
+            because rounding to nearest reduces an E4M3 scale to no less than 16/17 of its value.
+        four_over_six: whether the block's elements choose its scale: of the scales that map the amax to 6 and to 4, the one
+            with the smaller error.
+        squared_errors: whether 4-over-6 sums squared errors instead of absolute errors.
     """
 
     name: str
@@ -111,24 +111,24 @@ class ScaleFormat:
 
     @property
     def native_dtype(self) -> str:
-        """Name of the dtype of ml_dtypes, JAX and PyTorch whose elements are these scales."""
+        """Name of the matching dtype in ml_dtypes, JAX and PyTorch."""
         if self.dtype == "float32":
             return self.dtype
         return "float8_e4m3fn" if self.two_level else "float8_e8m0fnu"
 
     @property
     def e8m0(self) -> bool:
-        """True for the scales of the MX formats: bytes that hold an exponent."""
+        """Whether scales are MX scales: bytes that hold an exponent."""
         return self.name in ("e8m0_ceil", "e8m0_floor")
 
     @property
     def power_of_two(self) -> bool:
-        """True where every scale is a power of two."""
+        """Whether every scale is a power of two."""
         return self.e8m0 or self.name == "pow2"
 
     @property
     def two_level(self) -> bool:
-        """True where an fp32 scale per tensor stands above the block scales."""
+        """Whether one fp32 scale per tensor multiplies the block scales."""
         return self.bound is not None
 
     def __str__(self) -> str:
@@ -141,7 +141,7 @@ E8M0_CEIL = ScaleFormat("e8m0_ceil", "uint8", 0xFF)
 E8M0_FLOOR = ScaleFormat("e8m0_floor", "uint8", 0xFF)
 E4M3_SCALE = ScaleFormat("e4m3", "uint8", 0x7F, bound=448.0)
 E4M3_GUARDED = ScaleFormat("e4m3_guarded", "uint8", 0x7F, bound=448.0, guard=16 / 17)
-# A bound of 256 leaves room for a scale of 4 that is 1.5 times as large; one of 448 gives the scales of plain NVFP4.
+# A bound of 256 leaves room for the alternative scale, which is 1.5 times as large; 448 gives the scales of plain NVFP4.
 E4M3_FOUR_OVER_SIX = tuple(
     ScaleFormat(f"e4m3_4over6{bounded}{error}", "uint8", 0x7F, bound, four_over_six=True, squared_errors=error == "_mse")
     for error in ("", "_mse")
@@ -150,22 +150,22 @@ E4M3_FOUR_OVER_SIX = tuple(
 
 
 WHOLE_ROW = 1 << 30
-"""Columns of a block that is a whole row: more than a row may have. So a row is one block wherever it begins or is cut."""
+"""Columns of a block that is a whole row. No row may be longer, so a row is always one block, even if it is sharded."""
 
 
 def block_name(block: tuple[int, int] | None) -> str:
-    """A format's block in words: "per tensor", "per row" or such as "1x128"."""
+    """Returns a block shape in words: "per tensor", "per row", or for example "1x128"."""
     if block is None:
         return "per tensor"
     return "per row" if block[1] == WHOLE_ROW else f"{block[0]}x{block[1]}"
 
 
 _FORMATS: dict[str, Format] = {}
-"""The one format of each name, in the order in which they were made."""
+"""The single instance of each name, in order of creation."""
 
 
 class _Known:
-    """Facts that follow from a format's fields. Every call asks for them, so these are no properties."""
+    """Attributes derived from a format's fields. They are computed once because every call reads them."""
 
     per_tensor: bool
     per_row: bool
@@ -175,19 +175,19 @@ class _Known:
 
 @dataclass(frozen=True, eq=False, init=False)
 class Format(_Known):
-    """Element format, block shape and scale format of a quantized array, known by its name.
+    """Element format, block shape and scale format of a quantized array, identified by name.
 
     Attributes:
         name: the identity, such as "mxfp8_e4m3_32x32".
         element: format of the codes.
-        block: (rows, columns) that share a scale, or None where the whole tensor does; (1, `WHOLE_ROW`) where a row does.
+        block: (rows, columns) that share a scale; None for one scale per tensor, (1, `WHOLE_ROW`) for one per row.
         scale: format of the scales.
-        per_tensor: True where the whole tensor shares one scale.
-        per_row: True where each row, of any length up to `WHOLE_ROW`, has one scale.
-        has_tensor_scale: True where the whole tensor shares a scale: its only one, or the one above those of its blocks.
-        square: True where a transposed array has the transposed codes and scales: square blocks, or one scale per tensor.
+        per_tensor: whether the whole tensor shares one scale.
+        per_row: whether each row has one scale, for any length up to `WHOLE_ROW`.
+        has_tensor_scale: whether one scale applies to the whole tensor, alone or above block scales.
+        square: whether transposing an array just transposes its codes and scales: square blocks, or one scale per tensor.
 
-    Use `Format.parse(name)` to get one; `blockfp.formats.NAMES` lists the names.
+    Get a format by `Format.parse(name)`; `blockfp.formats.NAMES` lists the names.
     """
 
     name: str
@@ -195,7 +195,7 @@ class Format(_Known):
     block: tuple[int, int] | None = field(repr=False)
     scale: ScaleFormat = field(repr=False)
 
-    # torch.compile copies frozen dataclasses, by calling them with their fields.
+    # torch.compile copies frozen dataclasses by calling them with their fields.
     def __new__(cls, name: str, element: ElementFormat, block: tuple[int, int] | None, scale: ScaleFormat) -> Format:
         return _FORMATS.get(name) or super().__new__(cls)
 
@@ -220,10 +220,10 @@ class Format(_Known):
 
     @staticmethod
     def parse(name: Format | str) -> Format:
-        """The format of this name; a `Format` is returned as it is.
+        """Returns the format with this name; a `Format` is returned unchanged.
 
         Raises:
-            ValueError: no format has this name; the message lists the nearest ones.
+            ValueError: no format has this name; the message lists similar names.
             TypeError: `name` is neither a string nor a `Format`.
         """
         if isinstance(name, Format):
@@ -240,7 +240,7 @@ class Format(_Known):
 
     @property
     def bytes_per_element(self) -> float:
-        """Bytes that an element of a large array takes: its code and its share of the block's scale."""
+        """Storage of a large array in bytes per element: the code plus its share of the block's scale."""
         scale_bytes = 4 if self.scale.dtype == "float32" else 1
         share = 0.0 if self.block is None else scale_bytes / (self.block[0] * self.block[1])
         return self.element.bits / 8 + share
@@ -292,12 +292,12 @@ def _name_formats() -> None:
 _name_formats()
 
 NAMES: tuple[str, ...] = tuple(_FORMATS)
-"""The names of all formats, family by family."""
+"""Names of all formats, grouped by family."""
 
 FORMATS: tuple[Format, ...] = tuple(_FORMATS.values())
 """All formats, in the order of `NAMES`."""
 
-# The named constants most code asks for; every other format has its name.
+# Constants for frequently used formats; get the others by name.
 FP8_E4M3 = _FORMATS["fp8_e4m3"]
 FP8_E5M2 = _FORMATS["fp8_e5m2"]
 FP8_ROW = _FORMATS["fp8_e4m3_row"]

@@ -81,7 +81,8 @@ __all__ = [
     "with_masters",
 ]
 
-# Pickles and tracebacks name what users import: rooms may move. `Static` is in those of tree structures.
+# Pickles and tracebacks name the module that users import from, so internal modules can move. Pickled tree structures contain
+# `Static`.
 for _public in (Static, *map(globals().__getitem__, __all__)):
     if getattr(_public, "__module__", "").startswith(f"{__package__}.jax_backend."):
         _public.__module__ = __name__

@@ -1,7 +1,7 @@
-"""Patterns of layers' paths, the mappings that say which layers of a model get which recipe, and filters, functions that do.
+"""Selection of layers by path: mappings from regular expressions to recipes, and filter functions.
 
-A pattern is a regular expression that is looked for in a path (`re.search`), as in transformers' and PEFT's configurations. The
-first that is found counts, in the mapping's order.
+A pattern matches if `re.search` finds it in a path, as in the configurations of transformers and PEFT. The first match in the
+mapping's order wins.
 """
 
 from __future__ import annotations
@@ -17,12 +17,7 @@ T = TypeVar("T")
 
 
 def check(patterns: Mapping[str, object]) -> None:
-    """Raises unless all keys are patterns.
-
-    Raises:
-        TypeError: one is no string.
-        ValueError: one is no regular expression.
-    """
+    """Raises TypeError for a key that is not a string and ValueError for an invalid regular expression."""
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise TypeError(f"recipe: patterns of layers' names must be strings, got {type(pattern).__name__}: {pattern!r}")
@@ -33,13 +28,13 @@ def check(patterns: Mapping[str, object]) -> None:
 
 
 def lookup(patterns: Mapping[str, T], path: str) -> T | None:
-    """Returns the value of the first pattern that is found in a path; None where none is."""
+    """Returns the value of the first pattern found in `path`, or None."""
     check(patterns)
     return next((value for pattern, value in patterns.items() if re.search(pattern, path)), None)
 
 
 def check_used(patterns: Mapping[str, object], paths: Iterable[str]) -> None:
-    """Raises ValueError where a pattern is found in none of a model's paths, being misspelt, or never counts."""
+    """Raises ValueError for a pattern that matches none of a model's paths, or that can't win because it follows ""."""
     paths = list(paths)
     check(patterns)
     behind = list(patterns)[list(patterns).index("") + 1 :] if "" in patterns else []
@@ -52,21 +47,15 @@ def check_used(patterns: Mapping[str, object], paths: Iterable[str]) -> None:
 
 
 def exactly(path: str) -> str:
-    """Returns the pattern of this path alone."""
+    """Returns the pattern that matches only this path."""
     return f"^{re.escape(path)}$"
 
 
 def ends(blocks: str, count: int, start: int, end: int) -> list[str]:
-    r"""Returns the patterns of the first `start` and the last `end` of `count` blocks, such as "^layers\.0\.".
+    r"""Returns patterns for the first `start` and the last `end` of `count` blocks, such as "^layers\.0\.".
 
-    Args:
-        blocks: path of the list of blocks, such as "model.layers".
-        count: how many it has.
-        start, end: how many at either end.
-
-    Raises:
-        TypeError: a number is no integer.
-        ValueError: it is negative, or there are fewer blocks.
+    `blocks` is the path of the list of blocks, such as "model.layers". Raises TypeError for numbers that are not integers and
+    ValueError for numbers outside 0..count.
     """
     for name, value in (("count", count), ("start", start), ("end", end)):
         if not isinstance(value, int) or isinstance(value, bool):
@@ -78,11 +67,11 @@ def ends(blocks: str, count: int, start: int, end: int) -> list[str]:
 
 PATHS = {"path", "fqn", "name", "fullname", "full_name", "qualname", "key", "module_name", "layer_name", "module_path", "n"}
 MODULES = {"module", "mod", "layer", "submodule", "child", "leaf", "param", "parameter", "array", "value", "linear", "m"}
-"""Names that functions give to a layer's path, and to the layer; a leaf of a tree is one too."""
+"""Usual parameter names for a layer's path (`PATHS`) and for the layer or the leaf of a tree (`MODULES`)."""
 
 
 def takes_filter(function: Callable[P, T]) -> Callable[P, T]:
-    """Makes a function that takes filter_fn name it where it is called with `filter=`."""
+    """Decorates a function that takes `filter_fn`, so that calling it with `filter=` raises an error that names `filter_fn`."""
 
     @wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> T:
@@ -94,21 +83,21 @@ def takes_filter(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def path_first(filter_fn: Callable[..., Any]) -> Callable[[str, Any], Any]:
-    """Returns a filter as a function of path and layer: torchao's take layer and path, which their parameters' names say.
+    """Returns a filter that is called with (path, layer).
 
-    Where the names say neither, it is taken to be one of path and layer.
+    torchao's filters take (layer, path); parameter names or annotations tell which order a filter uses. Without a hint it is
+    called with (path, layer).
     """
     reversed_order = _says(filter_fn) == "module"
     return (lambda path, layer: filter_fn(layer, path)) if reversed_order else filter_fn
 
 
 def select(filter_fn: Callable[..., Any] | None, named: Sequence[tuple[str, Any]]) -> list[bool]:
-    """Asks a filter about layers, each by its path: see `path_first`. None takes all.
+    """Calls a filter for each (path, layer) and returns its answers; None selects every layer.
 
-    Raises:
-        TypeError: it is no function; or its parameters' names don't say which is the path, it takes every layer as (path,
-            layer), and tells them apart as (layer, path): one that is written for layer and path then compares a layer with
-            paths, which is never equal.
+    Raises TypeError if `filter_fn` is not callable. Also raises TypeError if the parameter names are ambiguous and the filter
+    accepts every layer as (path, layer) but not as (layer, path): a filter in torchao's order would compare a layer with
+    strings, which are never equal.
     """
     if filter_fn is None:
         return [True] * len(named)
@@ -131,7 +120,7 @@ def select(filter_fn: Callable[..., Any] | None, named: Sequence[tuple[str, Any]
 
 
 def _says(filter_fn: Callable[..., Any]) -> str | None:
-    """Returns "path" or "module", whichever a filter's parameters say that its first one is; None where they don't."""
+    """Returns "path" or "module", the role of the filter's first parameter by its name or annotation; None if unclear."""
     try:
         first, second, *_ = inspect.signature(filter_fn).parameters.values()
     except (TypeError, ValueError):
@@ -148,7 +137,7 @@ def _role(parameter: inspect.Parameter) -> str | None:
 
 
 def _tells_apart(filter_fn: Callable[..., Any], named: Sequence[tuple[str, Any]]) -> bool:
-    """Returns whether a filter, asked the other way around, answers of some layers in one way and of others in another."""
+    """Returns whether the filter, called as (layer, path), accepts some layers and rejects others."""
     try:
         return len({bool(filter_fn(layer, path)) for path, layer in named}) > 1
     except Exception:

@@ -1,6 +1,6 @@
-"""Recipes by name, by the path of a layer and by operand; a `Recipe` says how a linear layer quantizes its operands.
+"""Recipes by name, by path of a layer and by operand. A `Recipe` says how a linear layer quantizes its operands.
 
-`definition.recipe` has the values themselves, which users import from here.
+The classes are defined in `definition.recipe`; users import them from here.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ __all__ = [
     "resolve",
 ]
 
-# Pickles name where users import them.
+# Pickles name the module that users import from.
 for _public in (Cast, Delayed, OsciReset, Recipe):
     _public.__module__ = __name__
 
@@ -72,24 +72,25 @@ def _recipe(name: str, input: str, weight: str, gradient: str, **options: Any) -
 
 
 def fp8_delayed(*, history: int = 1024, margin: int = 0, algorithm: Literal["max", "most_recent"] = "max") -> Recipe:
-    """FP8 with one scale per tensor, from the amaxes of earlier steps; E4M3, gradients E5M2."""
+    """FP8 with one scale per tensor from the amaxes of earlier steps: E4M3, gradients E5M2."""
     return _recipe("fp8_delayed", "fp8_e4m3", "fp8_e4m3", "fp8_e5m2", delayed=Delayed(history, margin, algorithm))
 
 
 def fp8_current(*, eps: float = 0.0) -> Recipe:
-    """FP8 with one scale per tensor, from its current amax; E4M3, gradients E5M2."""
+    """FP8 with one scale per tensor from the current amax: E4M3, gradients E5M2."""
     return _recipe("fp8_current", "fp8_e4m3", "fp8_e4m3", "fp8_e5m2", eps=eps)
 
 
 def fp8_block(*, eps: float = 0.0) -> Recipe:
-    """E4M3 in blocks of 1x128 for activations and gradients and 128x128 for weights, power-of-two scales."""
+    """E4M3 with power-of-two scales, in 1x128 blocks for activations and gradients and 128x128 blocks for weights."""
     return _recipe("fp8_block", "fp8_e4m3_1x128", "fp8_e4m3_128x128", "fp8_e4m3_1x128", eps=eps)
 
 
 def fp8_row(*, eps: float = 0.0) -> Recipe:
-    """E4M3 with a power-of-two scale for each row, in wgrad for each column; dgrad is in high precision.
+    """E4M3 with a power-of-two scale per row (per column in wgrad); dgrad runs in high precision.
 
-    A weight is stored once, and the scales of its rows don't run along what dgrad contracts. Its values are exact in bfloat16.
+    A weight is stored once, with a scale for each row. Dgrad contracts the rows, so it multiplies the dequantized weight, whose
+    values are exact in bfloat16.
     """
     row = "fp8_e4m3_row_pow2"
     recipe = _recipe("fp8_row", row, row, row, weight_columnwise=HIGH_PRECISION, eps=eps)
@@ -97,25 +98,25 @@ def fp8_row(*, eps: float = 0.0) -> Recipe:
 
 
 def mxfp8(*, exact_products: bool = False) -> Recipe:
-    """MXFP8 E4M3: 1x32, weights 32x32."""
+    """MXFP8 E4M3 in 1x32 blocks, weights in 32x32."""
     return _recipe("mxfp8", "mxfp8_e4m3", "mxfp8_e4m3_32x32", "mxfp8_e4m3", exact_products=exact_products)
 
 
 def mxfp6(*, exact_products: bool = False) -> Recipe:
-    """MXFP6 E3M2: 1x32, weights 32x32."""
+    """MXFP6 E3M2 in 1x32 blocks, weights in 32x32."""
     return _recipe("mxfp6", "mxfp6_e3m2", "mxfp6_e3m2_32x32", "mxfp6_e3m2", exact_products=exact_products)
 
 
 def mxfp4(*, exact_products: bool = False) -> Recipe:
-    """MXFP4: 1x32, weights 32x32, gradients MXFP6 E3M2."""
+    """MXFP4 in 1x32 blocks, weights in 32x32; gradients in MXFP6 E3M2."""
     return _recipe("mxfp4", "mxfp4_e2m1", "mxfp4_e2m1_32x32", "mxfp6_e3m2", exact_products=exact_products)
 
 
 def mxfp4_rotated(*, exact_products: bool = False) -> Recipe:
-    """MXFP4: 1x32, weights 32x32, stochastic gradients in MXFP4 too; both operands of the weight gradient rotated.
+    """MXFP4 in 1x32 blocks, weights in 32x32; stochastic MXFP4 gradients; both operands of wgrad rotated.
 
-    Rule ceil lets nothing saturate, so rounding stochastically is unbiased as it is. (Tseng et al., "Training LLMs with MXFP4",
-    2025, whose floor rule needs values scaled by 3/4.)
+    Stochastic rounding is unbiased without further scaling, because nothing saturates under the ceil rule. (Tseng et al.,
+    "Training LLMs with MXFP4", 2025, use the floor rule and scale values by 3/4.)
     """
     format = Format.parse("mxfp4_e2m1")
     return _recipe("mxfp4_rotated", "mxfp4_e2m1", "mxfp4_e2m1_32x32", "mxfp4_e2m1", exact_products=exact_products).replace(
@@ -126,15 +127,15 @@ def mxfp4_rotated(*, exact_products: bool = False) -> Recipe:
 
 
 def nvfp4(*, guarded: bool = False) -> Recipe:
-    """NVFP4: 1x16, weights 16x16, stochastic gradients; both operands of the weight gradient rotated.
+    """NVFP4 in 1x16 blocks, weights in 16x16; stochastic gradients; both operands of wgrad rotated.
 
-    These are NVIDIA's casts (arXiv 2509.25149). A scale that is rounded down lets its block's largest elements saturate, so
-    that stochastic gradients are 0.3% short, of Gaussian data.
+    These are NVIDIA's casts (arXiv 2509.25149). If a block's scale is rounded down, its largest elements saturate; for Gaussian
+    data this makes stochastic gradients 0.3% too small.
 
     Args:
-        guarded: gradients in `nvfp4_guarded` instead, whose scales leave room for what rounding takes (16/17, as in the
-            stochastic rounding of Quartet II and of Four Over Six): nothing saturates, and they are unbiased, with a fourth
-            more squared error.
+        guarded: quantize gradients in `nvfp4_guarded`, whose scales leave a margin of 16/17 for their rounding, as in the
+            stochastic rounding of Quartet II and Four Over Six. Nothing saturates and gradients are unbiased, at 25% more
+            squared error.
     """
     format, gradient = Format.parse("nvfp4"), Format.parse("nvfp4_guarded" if guarded else "nvfp4")
     return _recipe("nvfp4", "nvfp4", "nvfp4_16x16", "nvfp4").replace(
@@ -145,14 +146,14 @@ def nvfp4(*, guarded: bool = False) -> Recipe:
 
 
 def nvfp4_4over6(*, squared_errors: bool = False) -> Recipe:
-    """NVFP4 whose inputs and weights choose between two scales of each block (4-over-6); all else is as in `nvfp4`.
+    """NVFP4 with two candidate scales per block (4-over-6) for inputs and weights; otherwise like `nvfp4`.
 
-    The choice is for rounding to nearest, so gradients are stochastic NVFP4. The input of the weight gradient is rotated NVFP4:
-    rotation spreads what the choice would mend, and TransformerEngine has no 4-over-6 with rotation.
+    4-over-6 is meant for rounding to nearest, so gradients stay in stochastic NVFP4. The input of wgrad stays in rotated NVFP4:
+    rotation already spreads outliers, and TransformerEngine has no 4-over-6 with rotation.
 
     Args:
-        squared_errors: choose by the mean squared error, the default of the method's authors (Cook et al.), instead of the
-            mean absolute error, which is TransformerEngine's.
+        squared_errors: choose by mean squared error, the default of the method's authors (Cook et al.), instead of mean
+            absolute error, TransformerEngine's choice.
     """
     recipe, chosen = nvfp4(), "nvfp4_4over6_mse" if squared_errors else "nvfp4_4over6"
     return recipe.replace(
@@ -164,18 +165,18 @@ def nvfp4_4over6(*, squared_errors: bool = False) -> Recipe:
 
 
 def qat(weight: Format | str, input: Format | str | None = None, *, eps: float = 0.0) -> Recipe:
-    """Quantization-aware fine-tuning: the forward as a server of this format runs it, all gradients in high precision.
+    """Quantization-aware fine-tuning: runs the forward pass as a server does and all gradients in high precision.
 
-    The derivative of a cast is that of the identity (straight through): dgrad multiplies by the weight's dequantized codes,
-    wgrad by the input as it is.
+    Casts have the derivative of the identity (straight-through): dgrad multiplies by the dequantized weight, wgrad by the
+    unquantized input.
 
     Args:
-        weight: the format in which the server keeps weights, such as "nvfp4", "mxfp4_e2m1" or "fp8_e4m3_128x128".
-        input: that in which it multiplies activations; None for high precision.
+        weight: the server's format for weights, such as "nvfp4", "mxfp4_e2m1" or "fp8_e4m3_128x128".
+        input: the server's format for activations; None for high precision.
         eps: see `Recipe`.
 
     Raises:
-        TypeError, ValueError: there is no such format.
+        TypeError, ValueError: a format is unknown, or `weight` is None.
     """
     casts = [Cast(None if format is None else Format.parse(format)) for format in (weight, input)]
     if casts[0].format is None:
@@ -192,18 +193,18 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
         *(nvfp4, nvfp4_4over6),
     )
 }
-"""The named recipes."""
+"""The named recipes: functions that return them with default options."""
 
-# Made once: a layer's every call parses its recipe's name. A dictionary, because compilers warn of caches.
+# Parsed on every call of a layer, so made once. A dictionary instead of a cache, because compilers warn about caches.
 _NAMED = {name: make() for name, make in RECIPES.items()}
 
 Chosen = Callable[[str], "Recipe | str | None"]
-"""A function from a module's (or a weight's) path to a recipe, its name, or None, which leaves it in high precision."""
+"""A function from the path of a module (in JAX, of a weight) to a recipe, its name, or None for high precision."""
 
 ByPath = Chosen | Mapping[str, "Recipe | str | None"]
-"""Such a function, or a mapping of patterns of paths to the same: `{r"^layers\\.0\\.": None, "": "nvfp4"}`.
+"""A `Chosen` function, or a mapping from patterns of paths to recipes, such as `{r"^layers\\.0\\.": None, "": "nvfp4"}`.
 
-Patterns are regular expressions. The first that is found in a path counts; where none is, high precision stays.
+Patterns are regular expressions. The first one found in a path wins; a path without a match stays in high precision.
 """
 
 CastFunction = Callable[[str, Operand, Direction], "Cast | Format | str | None"]
@@ -211,7 +212,7 @@ CastFunction = Callable[[str, Operand, Direction], "Cast | Format | str | None"]
 
 
 def parse(recipe: Recipe | str) -> Recipe:
-    """The recipe of this name with its default options; a `Recipe` is returned as it is.
+    """Returns the recipe with this name and default options; a `Recipe` is returned unchanged.
 
     Raises:
         ValueError: no recipe has this name.
@@ -236,14 +237,14 @@ def parse(recipe: Recipe | str) -> Recipe:
 
 
 def resolve(recipe: Recipe | str | ByPath, path: str) -> Recipe | None:
-    """The recipe of the module at `path`, or None for one that stays as it is.
+    """Returns the recipe of the module at `path`, or None for high precision.
 
     Args:
-        recipe: a `Recipe`, its name, or a function of the path or a mapping of patterns that gives one of these, or None.
-        path: the module's path, such as "layers.0.mlp.up"; of JAX's trees, the weight's.
+        recipe: a `Recipe`, its name, a function of the path, or a mapping of patterns. Functions and mappings may give None.
+        path: the module's path, such as "layers.0.mlp.up"; in a JAX tree, the weight's path.
 
     Raises:
-        TypeError, ValueError: there is no such recipe; if a function or a mapping gave it, the message names the path.
+        TypeError, ValueError: there is no such recipe; the message names the path if a function or mapping gave the recipe.
     """
     if isinstance(recipe, Mapping):
         answer = patterns.lookup(recipe, path)
@@ -258,7 +259,7 @@ def resolve(recipe: Recipe | str | ByPath, path: str) -> Recipe | None:
 
 
 def check_paths(recipe: Recipe | str | ByPath, paths: Iterable[str]) -> None:
-    """Raises ValueError where a mapping has a pattern that matches none of these paths."""
+    """Raises ValueError if a mapping has a pattern that matches none of these paths."""
     if isinstance(recipe, Mapping):
         patterns.check_used(recipe, paths)
 
@@ -266,32 +267,32 @@ def check_paths(recipe: Recipe | str | ByPath, paths: Iterable[str]) -> None:
 def ends_in_high_precision(
     recipe: Recipe | str, blocks: str, count: int, *, start: int = 1, end: int = 1
 ) -> dict[str, Recipe | str | None]:
-    """Makes a mapping by which the first and the last blocks of a model stay in high precision.
+    """Returns a mapping that keeps the first and last blocks of a model in high precision.
 
     Args:
-        recipe: of all other layers.
+        recipe: recipe of all other layers.
         blocks: path of the list of blocks, such as "model.layers".
-        count: how many it has.
-        start, end: how many stay as they are at either end.
+        count: number of blocks in the list.
+        start, end: number of blocks that stay in high precision at the start and at the end.
 
     Example:
         >>> list(ends_in_high_precision("nvfp4", "layers", 32, end=2).values())
         [None, None, None, 'nvfp4']
 
     Raises:
-        TypeError, ValueError: numbers that mean nothing, or no such recipe.
+        TypeError, ValueError: a number is invalid, or there is no such recipe.
     """
     parse(recipe)
     return {**dict.fromkeys(patterns.ends(blocks, count, start, end)), "": recipe}
 
 
 def by_operand(casts: CastFunction) -> Chosen:
-    """Makes a function of the path, which `resolve` takes, from one that gives the cast of each operand in each direction.
+    """Turns a function of (path, operand, direction) into a function of the path, for `resolve` and `convert`.
 
-    Where it gives None for all of them, the module stays as it is.
+    If the function gives None for every operand and direction of a path, that module stays in high precision.
 
     Raises:
-        TypeError, ValueError: (at the call for a path) an answer is not a cast, or the casts don't make a recipe; the message
+        TypeError, ValueError: (when called for a path) an answer is not a cast, or the casts don't make a recipe; the message
             names the path, operand and direction.
 
     Example:
@@ -319,18 +320,18 @@ def by_operand(casts: CastFunction) -> Chosen:
 
 
 def for_linear(recipe: Recipe | str, compute: Compute = "quantized") -> Recipe:
-    """The recipe as a linear layer runs it: without what `compute` leaves in high precision.
+    """Returns the recipe that a linear layer runs: checked, and without the casts that `compute` disables.
 
     Args:
         recipe: a `Recipe` or its name.
-        compute: "high_precision" multiplies the dequantized weight with inputs and gradients as they are.
+        compute: "high_precision" multiplies the dequantized weight with unquantized inputs and gradients.
 
     Raises:
-        ValueError: the recipe asks for what a linear layer doesn't do, or `compute` is neither of the two.
-        TypeError, ValueError: as `parse`.
+        ValueError: the recipe asks for something that a linear layer doesn't do, or `compute` is invalid.
+        TypeError, ValueError: see `parse`.
     """
     if isinstance(recipe, str) and compute == "quantized":
-        # The named ones do nothing that a linear layer doesn't, as a test holds.
+        # A test checks that the named recipes pass every check below.
         return parse(recipe)
     recipe = parse(recipe)
     if compute not in get_args(Compute):

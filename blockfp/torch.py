@@ -1,8 +1,8 @@
 """The PyTorch face: `import blockfp.torch as bfp`.
 
-`quantize` makes a `QuantizedTensor`, its `dequantize` method gives the values back; both run eager and compiled, on the same
-bits as the NumPy and JAX faces. `convert` turns the linear layers of a model into `Linear` layers, which train with quantized
-weights, under FSDP2 too.
+`quantize` makes a `QuantizedTensor`, and its `dequantize` method returns the values. Both run eagerly and compiled and give the
+same bits as NumPy and JAX. `convert` replaces a model's linear layers by `Linear` layers, which train with quantized weights,
+also under FSDP2.
 """
 
 from . import errors, formats, recipes
@@ -106,7 +106,7 @@ __all__ = [
     "update_scales_after",
 ]
 
-# Pickles and tracebacks name what users import: rooms may move.
+# Pickles and tracebacks name the module that users import from, so internal modules can move.
 _REBUILT = (_rebuild_layer, _rebuild_mlp, _rebuild_sharing, _rebuild_tensor, _rebuild_cast_weight)
 _IN_PICKLES = (*_REBUILT, _LoadHooks, _show_parts, FusedSequential, GroupedProduct)
 for _public in (*_IN_PICKLES, *map(globals().__getitem__, __all__)):

@@ -1,1 +1,1 @@
-"""The parts of `blockfp check`: backends, their comparison, figures, report and plot."""
+"""The parts of `blockfp check`: backends, their comparison, statistics, report and plot."""

@@ -1,4 +1,4 @@
-"""The backends of `blockfp check`, its own and those that users name, loaded where they are installed."""
+"""The backends of `blockfp check`: built-in ones, if installed, and those that users name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .crosscheck import Backend, Definition
 
 
 class Kernels:
-    """The CPU kernels behind NumPy arrays."""
+    """The CPU kernels on NumPy arrays."""
 
     name = "kernels"
 
@@ -41,14 +41,14 @@ def _kernels() -> Backend:
 
 
 def find(library: str, module: str, name: str) -> Any:
-    """Imports a name from a backend; raises ImportError where its library is not installed."""
+    """Imports a name from a backend; raises ImportError if its library is not installed."""
     if importlib.util.find_spec(library) is None:
         raise ImportError(f"{library} is not installed: pip install 'blockfp[{library}]'")
     return getattr(importlib.import_module(f"blockfp.{module}"), name)
 
 
 def installed(library: str, adapter: str, name: str) -> Callable[[], Backend]:
-    """A function that makes a library's backend when it is called."""
+    """Returns a function that creates a library's backend."""
     return lambda: find(library, adapter, name)()
 
 
@@ -63,22 +63,22 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "torch-compiled": installed("torch", "torch_backend.check", "TorchCompiled"),
     "torch-definition": installed("torch", "torch_backend.check", "TorchDefinition"),
 }
-"""Every backend's name and what makes it; raises ImportError where it is not here. The first is the reference."""
+"""Constructors of all backends by name; they raise ImportError if unavailable. The first is the reference."""
 
 WHERE_NAMED = ("jax-pallas", "torch-compiled")
-"""The backends that run where they are named: they take seconds for each format and shape."""
+"""Backends that only run if named, because they take seconds per format and shape."""
 
 
 def load(names: list[str] | None) -> list[Backend]:
-    """The named backends, the reference first; by default all that are here but `WHERE_NAMED`.
+    """Returns the named backends, reference first; by default all available ones except `WHERE_NAMED`.
 
     Args:
-        names: of `BACKENDS`, or "all" of them that are here, or "package.module:attribute" of a user's own: an object as
-            `crosscheck.Backend` describes it, or a class or function that makes one. The current folder is looked in too. Own
-            ones alone are compared with "numpy".
+        names: names in `BACKENDS`, "all" (those available), or "package.module:attribute" for the user's own: an object with
+            the interface `crosscheck.Backend`, or a class or function that returns one. The current folder is searched too. If
+            all are the user's own, they are compared with "numpy".
 
     Raises:
-        BadBackend: a name that isn't known, isn't here, or is no backend; two of one name; one that can't be made.
+        BadBackend: a name is unknown or unavailable, is not a backend, fails to initialize, or occurs twice.
     """
     if names and all(":" in name for name in names):
         names = [next(iter(BACKENDS)), *names]

@@ -1,7 +1,7 @@
-"""Two reports of `blockfp check`, of two machines or two releases, compared: the same bits, or where not.
+"""Comparison of two reports of `blockfp check`, from two machines or releases.
 
-Reports hold SHA-256 of each tensor's own bytes and of its codes, scales and values in each format. Versions, paths and devices
-may differ; they are said, and count for nothing.
+Reports contain SHA-256 hashes of each tensor's bytes and of its codes, scales and values in each format. Differing versions,
+paths and devices are mentioned, but don't count.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from .measure import measure
 T = TypeVar("T")
 
 PARTS = ("codes", "scales", "values")
-"""The parts of which a report has a SHA-256, for each tensor and format."""
+"""The parts that a report hashes, for each tensor and format."""
 
 _MOST = 2**30
-"""Bytes of a report that is read: a thousand tensors in all formats have fewer than a tenth of it."""
+"""Maximum bytes of a report; a thousand tensors in all formats need less than a tenth."""
 
 
 @dataclass
 class Comparison:
-    """The outcome of a comparison of two reports.
+    """The result of comparing two reports.
 
     Attributes:
-        compared: of each format, how many tensors both have in it.
-        differences: one line for each tensor, or tensor and format, that isn't equal or is in one report alone.
-        differing: of each format, how many of its tensors differ.
-        remarks: what else the reports don't agree in, such as versions.
+        compared: per format, the number of tensors that both reports have.
+        differences: one line per tensor, or tensor and format, that differs or is in one report only.
+        differing: per format, the number of differing tensors.
+        remarks: other differences, such as versions.
     """
 
     compared: dict[str, int] = field(default_factory=dict)
@@ -48,16 +48,12 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """True where both have the same tensors in the same formats, and all their bits are equal."""
+        """Whether both have the same tensors in the same formats, with equal bits."""
         return not self.differences
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """Reads a report that `blockfp check --report` wrote.
-
-    Raises:
-        BadFile: it isn't one.
-    """
+    """Reads a report written by `blockfp check --report`; raises BadFile if it isn't one."""
     try:
         report = untrusted.read_json(path, _MOST)
     except OSError as error:
@@ -73,7 +69,7 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
-    """Compares two reports that `read_report` read."""
+    """Compares two reports from `read_report`."""
     found = Comparison()
     facts = [_facts(report) for report in (a, b)]
     for name in dict.fromkeys([*facts[0], *facts[1]]):
@@ -95,7 +91,7 @@ def _facts(report: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _tensors(report: Mapping[str, Any]) -> dict[str, tuple[dict[str, Any], dict[str, dict[str, str]]]]:
-    """Each tensor's identity and, by format, its hashes, by name. Paths don't count: machines have files elsewhere."""
+    """Returns each tensor's identity and its hashes by format. Paths don't count, because they differ between machines."""
     files = {file["path"]: file for file in report["files"]}
     tensors = {}
     for number, file in enumerate(files.values(), 1):
@@ -148,13 +144,13 @@ def _compare_tensor(found: Comparison, name: str, a: Any, b: Any) -> None:
 
 
 class Held(NamedTuple):
-    """A tensor of a quantized model beside the source's.
+    """The comparison of a quantized model's tensor with its source.
 
     Attributes:
-        name: of both.
-        format: of the codes; None for a tensor that isn't quantized.
-        equal: True where codes and scales are those that blockfp makes of the source, or values the source's.
-        sqnr_db: signal to quantization noise of the codes' values; None for a tensor that isn't quantized.
+        name: name of the tensor in both files.
+        format: format of the codes; None for an unquantized tensor.
+        equal: whether codes and scales equal blockfp's quantization of the source, or values equal the source's.
+        sqnr_db: signal-to-quantization-noise ratio of the codes' values; None for an unquantized tensor.
     """
 
     name: str
@@ -164,10 +160,9 @@ class Held(NamedTuple):
 
 
 def against_source(model: Contents, source: Model) -> Iterator[Held]:
-    """Yields what is found of each tensor of a quantized model.
+    """Yields the comparison of each tensor of a quantized model with its source.
 
-    Raises:
-        BadFile: the source lacks a tensor, has it in another shape, or has one that the model lacks.
+    Raises BadFile if a tensor is missing on either side or has another shape.
     """
     there = {tensor.name: tensor for tensor in source.tensors}
     own = {**model.weights, **model.others}

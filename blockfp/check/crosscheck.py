@@ -1,7 +1,7 @@
-"""The same array through every backend, compared bit by bit, and how far the quantized values lie from the originals.
+"""Runs an array through every backend, compares the results bit by bit, and measures the quantization error.
 
-A backend is whatever quantizes and dequantizes NumPy arrays (`Backend`); this module knows no framework. The first backend is
-the reference: the others are compared with it, and the statistics are taken from its values.
+A backend quantizes and dequantizes NumPy arrays (`Backend`); this module knows no framework. The first backend is the reference
+for the comparison and for the statistics.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .measure import Statistics, measure
 
 
 class Backend(Protocol):
-    """The protocol of a backend: a library that quantizes NumPy arrays."""
+    """The interface of a backend: a library that quantizes NumPy arrays."""
 
     @property
     def name(self) -> str:
@@ -31,24 +31,24 @@ class Backend(Protocol):
 
     @property
     def version(self) -> str:
-        """The exact software and hardware: versions, device, instruction set."""
+        """Exact software and hardware: versions, device, instruction set."""
         ...
 
     def quantize(self, x: np.ndarray, format: Format) -> Quantized:
-        """Codes and scales of x (float32, float16 or bfloat16, two or more axes), as NumPy arrays.
+        """Returns codes and scales of x (float32, float16 or bfloat16, two or more axes) as NumPy arrays.
 
         Raises:
-            NotImplementedError: the backend doesn't have the format, so it is left out there.
+            NotImplementedError: the backend doesn't support the format and is skipped for it.
         """
         ...
 
     def dequantize(self, q: Quantized, format: Format, dtype: str, columns: int) -> np.ndarray:
-        """The values of q, rounded to `dtype`."""
+        """Returns the values of q, rounded to `dtype`."""
         ...
 
 
 class Definition(pieces.ByPieces):
-    """The definition (`definition.numerics`) run by NumPy."""
+    """The definition (`definition.numerics`) on NumPy arrays."""
 
     name = "numpy"
     version = f"NumPy {np.__version__}"
@@ -56,16 +56,16 @@ class Definition(pieces.ByPieces):
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where a backend's bits differ from the reference's.
+    """The first position where a backend's bits differ from the reference's.
 
     Attributes:
-        backend: name of the backend that differs.
-        part: "codes", "scales", "tensor_scale" or "values" (dequantized); "padding" where codes agree but not the bits that
-            fill up a row's last byte.
-        index: of the element; for scales of the block, for padding of the byte, for the tensor scale (). None where the
-            backend's array has another shape or dtype.
-        input: bits of the input element, in hex; for scales, of the element of largest magnitude that the scale covers.
-        expected: the reference's code, scale or value as bits, in hex; or its shape and dtype.
+        backend: name of the differing backend.
+        part: "codes", "scales", "tensor_scale" or "values" (dequantized); "padding" if codes agree, but not the unused bits of
+            a row's last byte.
+        index: index of the element, of the block for scales, of the byte for padding, () for the tensor scale. None if the
+            array has another shape or dtype.
+        input: bits of the input element in hex; for scales, of the element of largest magnitude in the block.
+        expected: the reference's code, scale or value as bits in hex; or its shape and dtype.
         found: the backend's.
     """
 
@@ -85,16 +85,16 @@ class Difference:
 
 @dataclass(frozen=True)
 class Check:
-    """The outcome for one array in one format.
+    """The result for one array in one format.
 
     Attributes:
         format: the format.
-        differences: the first one of each backend and part; empty where all bits are equal.
-        compared: the names of the backends that the reference was compared with.
-        without: the names of backends that don't have the format, by why not.
-        statistics: of the reference's values.
-        codes_sha256, scales_sha256, values_sha256: of the reference's bytes, row-major, for comparing two machines or two
-            releases (`comparison`); the tensor scale is behind the scales.
+        differences: the first one per backend and part; empty if all bits are equal.
+        compared: names of the backends that were compared with the reference.
+        without: names of backends without this format, with reasons.
+        statistics: statistics of the reference's values.
+        codes_sha256, scales_sha256, values_sha256: hashes of the reference's bytes, row-major, to compare machines or releases
+            (`comparison`); the scales' hash includes the tensor scale.
     """
 
     format: Format
@@ -114,7 +114,7 @@ class Check:
 def check(x: np.ndarray, format: Format | str, backends: Sequence[Backend]) -> Check:
     """Quantizes and dequantizes x with every backend and compares codes, scales, tensor scale and values.
 
-    x goes through in pieces of whole blocks, as slices of its rows; in one piece where the format has a scale per tensor.
+    x is processed in pieces of whole blocks, as slices of its rows; in one piece if the format has a tensor scale.
 
     Args:
         x: float32, float16 or bfloat16, [..., rows, columns].
@@ -122,8 +122,8 @@ def check(x: np.ndarray, format: Format | str, backends: Sequence[Backend]) -> C
         backends: one or more; the first is the reference.
 
     Raises:
-        TypeError, ValueError: x can't be quantized, or the format is not known.
-        BadBackend: a backend raises, its exception being the cause; or it gives something else than codes and scales.
+        TypeError, ValueError: x can't be quantized, or the format is unknown.
+        BadBackend: a backend raises an exception (the cause), or returns something other than codes and scales.
     """
     checks.check_input(x)
     format = Format.parse(format)
@@ -156,7 +156,7 @@ def check(x: np.ndarray, format: Format | str, backends: Sequence[Backend]) -> C
 
 
 def _run(backend: Backend, x: np.ndarray, format: Format) -> tuple[Quantized, np.ndarray] | str:
-    """Codes, scales and values by a backend, or why it doesn't have the format."""
+    """Returns a backend's codes, scales and values, or why it doesn't support the format."""
     try:
         q = _checked(backend.quantize(x, format), backend.name)
         values = backend.dequantize(q, format, x.dtype.name, x.shape[-1])
@@ -174,7 +174,7 @@ def _run(backend: Backend, x: np.ndarray, format: Format) -> tuple[Quantized, np
 
 
 def _checked(q: object, backend: str) -> Quantized:
-    """Checks what a backend's quantize returned; raises BadBackend where it isn't codes and scales."""
+    """Returns a backend's result; raises BadBackend if it isn't codes and scales."""
     if not isinstance(q, Quantized):
         raise BadBackend(
             f"backend {backend!r}: quantize must return blockfp.definition.numerics.Quantized(codes, scales, tensor_scale), "
@@ -189,7 +189,7 @@ def _checked(q: object, backend: str) -> Quantized:
 def _compare(
     x: np.ndarray, format: Format, expected: tuple[Quantized, np.ndarray], found: tuple[Quantized, np.ndarray]
 ) -> Iterator[Difference]:
-    """The first difference in each part, `backend` left empty and `index` counted in x."""
+    """Yields the first difference in each part, with `backend` empty and `index` relative to x."""
     parts = {name: (getattr(expected[0], name), getattr(found[0], name)) for name in Quantized._fields}
     parts["values"] = (expected[1], found[1])
     for part, (a, b) in parts.items():
@@ -224,7 +224,7 @@ def _describe(x: np.ndarray | None) -> str:
 
 
 def _input(x: np.ndarray, part: str, index: tuple[int, ...], format: Format) -> str | None:
-    """Bits of the element behind a code or value, of the largest element behind a scale."""
+    """Returns the bits of the element of a code or value, or of the largest element of a scale's block."""
     if part in ("codes", "values"):
         return _hex(_bits(x)[index])
     if part == "padding":
@@ -238,7 +238,7 @@ def _input(x: np.ndarray, part: str, index: tuple[int, ...], format: Format) -> 
 
 
 def _in_whole(found: Difference, corner: tuple[int, ...], format: Format) -> tuple[int, ...] | None:
-    """Index in the whole array of a place in the piece that lies at `corner`."""
+    """Converts an index in the piece at `corner` to an index in the whole array."""
     if not found.index:
         return found.index
     if found.part == "scales":

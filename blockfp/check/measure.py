@@ -1,4 +1,4 @@
-"""Figures of quantization: noise, largest error, saturation, zeros, bytes, exponents of scales."""
+"""Statistics of quantization: noise, largest error, saturation, zeros, bytes, exponents of scales."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .pieces import split
 
 @dataclass
 class Statistics:
-    """The distance of dequantized values from the originals, as sums: statistics of parts can be added.
+    """Errors of dequantized values, as sums, so that statistics of parts can be added.
 
     Attributes:
-        elements: how many there are.
-        excluded: of these, how many have an input or a value that is Inf or NaN; they don't count in the next three.
+        elements: number of elements.
+        excluded: elements whose input or value is Inf or NaN; excluded from the next three.
         signal, noise: sums of x^2 and of (x - value)^2.
-        largest_relative_error: largest |x - value| / |x| over all that are neither zero nor flushed to zero.
-        saturated: how many were beyond the largest code, so that more than rounding was lost.
-        flushed: how many became zero without being zero.
-        stored_bytes, original_bytes: of codes and scales, and of the input.
-        exponents: how many scales have the binary exponent e, floor(log2(scale)); zero and NaN not counted.
+        largest_relative_error: largest |x - value| / |x| of elements that are neither zero nor flushed to zero.
+        saturated: elements beyond the largest code, which lost more than rounding.
+        flushed: nonzero elements that became zero.
+        stored_bytes, original_bytes: bytes of codes and scales, and of the input.
+        exponents: number of scales by binary exponent floor(log2(scale)), without zero and NaN.
     """
 
     elements: int = 0
@@ -43,7 +43,7 @@ class Statistics:
 
     @property
     def sqnr_db(self) -> float:
-        """Signal to quantization noise, 10 log10(signal / noise); Inf where nothing was lost, NaN where nothing was."""
+        """Signal-to-quantization-noise ratio, 10 log10(signal / noise); Inf without noise, NaN without signal and noise."""
         if self.noise == 0:
             return math.inf if self.signal else math.nan
         return 10 * math.log10(self.signal / self.noise)
@@ -57,7 +57,7 @@ class Statistics:
         return self.flushed / max(self.elements, 1)
 
     def add(self, other: Statistics) -> None:
-        """Counts what `other` counted."""
+        """Adds the counts of `other`."""
         for name in ("elements", "excluded", "signal", "noise", "saturated", "flushed", "stored_bytes", "original_bytes"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.largest_relative_error = max(self.largest_relative_error, other.largest_relative_error)
@@ -65,14 +65,7 @@ class Statistics:
 
 
 def measure(x: np.ndarray, q: Quantized, values: np.ndarray, format: Format) -> Statistics:
-    """Statistics of one array.
-
-    Args:
-        x: the original, float32, float16 or bfloat16, [..., rows, columns].
-        q: its codes and scales.
-        values: q dequantized, x's shape.
-        format: q's format.
-    """
+    """Returns the statistics of an array x [..., rows, columns], its codes and scales q, and q's dequantized values."""
     parts = [part for part in q if part is not None]
     result = Statistics(
         elements=x.size,
@@ -86,7 +79,7 @@ def measure(x: np.ndarray, q: Quantized, values: np.ndarray, format: Format) -> 
 
 
 def _measure_piece(result: Statistics, x: np.ndarray, values: np.ndarray, codes: np.ndarray, format: Format) -> None:
-    """Adds what is counted of a piece: its elements, their values and packed codes."""
+    """Adds the counts of a piece: its elements, their values and packed codes."""
     x, values = x.astype(np.float32, copy=False), values.astype(np.float32, copy=False)
     finite = np.isfinite(x) & np.isfinite(values)
     codes = layout.unpack(codes, format.element.bits, x.shape[-1])
@@ -106,16 +99,12 @@ def _measure_piece(result: Statistics, x: np.ndarray, values: np.ndarray, codes:
 
 
 def saturated(x: Array, values: Array, codes: Array, element: ElementFormat) -> Array:
-    """A mask of elements that have the largest code and lie above it by more than half a step; on any array library.
+    """Returns a mask of elements with the largest code that exceed it by more than half a step; for any array library.
 
-    Args:
-        x: the original, float32.
-        values: what it became, float32.
-        codes: unpacked, uint8.
-        element: format of the codes.
+    x and its values are float32, codes are unpacked uint8.
     """
     half_step = 2.0 ** (element.emax - element.mantissa_bits - 1)
-    # Where the scale is NaN, there is no value to compare with, and an Inf was cut all the same.
+    # With a NaN scale there is no value to compare with; an Inf always counts as saturated.
     beyond = (abs(x) > abs(values) * (1 + half_step / element.max)) | (abs(x) == math.inf)
     if element.signed == "complement":
         return beyond & ((codes == element.max_code) | (codes == 256 - element.max_code))
@@ -123,7 +112,7 @@ def saturated(x: Array, values: Array, codes: Array, element: ElementFormat) -> 
 
 
 def scale_exponents(q: Quantized, format: Format) -> Counter[int]:
-    """Number of decode scales by binary exponent, floor(log2(scale)); zero, Inf and NaN are not counted."""
+    """Counts decode scales by binary exponent floor(log2(scale)), without zero, Inf and NaN."""
     scales = views.view_scales(q.scales, format).astype(np.float64)
     if q.tensor_scale is not None:
         scales = scales * np.float64(q.tensor_scale)

@@ -1,4 +1,4 @@
-"""The definition on large arrays, piece by piece: what it needs of a piece stays in a core's cache."""
+"""Applies the definition to large arrays piece by piece, so that intermediate results fit in a core's cache."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..definition.numerics import Quantized
 from ..formats import Format
 
 PIECE = 1 << 18
-"""Elements handled at once."""
+"""Number of elements processed at once."""
 
 
 def split(shape: Sequence[int]) -> Iterator[tuple[slice, ...]]:
-    """Slices of about `PIECE` elements that follow one another in memory and cut no block of any format.
+    """Yields slices of about `PIECE` elements, contiguous in memory, that cut no block of any format.
 
-    Rows are a power of two of at least 128, so that a model's matrices make pieces of few shapes: a jitted backend compiles
-    each of them.
+    Rows are a power of two of at least 128, so that a model's matrices give few different shapes, each of which a jitted
+    backend compiles.
     """
     *leading, rows, columns = shape
     matrix = rows * columns
@@ -44,21 +44,21 @@ def split(shape: Sequence[int]) -> Iterator[tuple[slice, ...]]:
 
 
 class ByPieces:
-    """Runs the definition on NumPy arrays by an array library, which is NumPy here."""
+    """Runs the definition on NumPy arrays by an array library; here NumPy itself."""
 
     def give(self, x: np.ndarray) -> Any:
-        """Makes an array of the library."""
+        """Converts a NumPy array to the library's."""
         return x
 
     def take(self, x: Any) -> np.ndarray:
-        """Makes a NumPy array of one of the library."""
+        """Converts the library's array to NumPy."""
         return x
 
     def quantize(self, x: np.ndarray, format: Format) -> Quantized:
-        """Codes and scales of x, [..., rows, columns]."""
+        """Returns codes and scales of x [..., rows, columns]."""
         if not format.has_tensor_scale or x.size <= PIECE:
             return self._quantize(x, format)
-        # One scale for the tensor: amaxes of all pieces first, then codes, as ranks that share a tensor do.
+        # For one tensor scale, compute the amaxes of all pieces first, then codes, as ranks that share a tensor do.
         pieces = [x[where] for where in split(x.shape)]
         amaxes = [numerics.amax(self.give(piece), format) for piece in pieces]
         shared = "blocks" if format.per_tensor else "tensor"
@@ -71,7 +71,7 @@ class ByPieces:
         return Quantized(codes, _joined([p.scales for p in parts], layout.scales_shape(x.shape, format)), parts[0].tensor_scale)
 
     def dequantize(self, q: Quantized, format: Format, dtype: str, columns: int) -> np.ndarray:
-        """The values of q, [..., rows, columns], rounded to `dtype`."""
+        """Returns the values of q [..., rows, columns], rounded to `dtype`."""
         shape = (*q.codes.shape[:-1], columns)
         if not format.has_tensor_scale or math.prod(shape) <= PIECE:
             return self._dequantize(q, format, dtype, columns)
@@ -88,7 +88,7 @@ class ByPieces:
 
 
 def _scales(scales: np.ndarray, where: tuple[slice, ...], format: Format) -> np.ndarray:
-    """The scales of a piece that `split` has made."""
+    """Returns the scales of a piece from `split`."""
     if format.block is None:
         return scales
     if len(where) == scales.ndim - 1:

@@ -1,4 +1,4 @@
-"""The findings of `blockfp check`: summed by format, as JSON, and as tables."""
+"""Findings of `blockfp check`: summaries by format, JSON and tables."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .measure import Statistics
 
 @dataclass
 class Findings:
-    """The findings in a number of files.
+    """The findings in several files.
 
     Attributes:
-        backends: what was compared, the reference first.
+        backends: the compared backends, reference first.
         formats: the formats, in the order of the tables.
-        files: of each file, the tensors with their checks in the order of `formats`.
-        skipped: of each file, the tensors that were not checked.
-        inputs: of each file and tensor that was checked by name, the SHA-256 of its bytes.
+        files: per file, the tensors with their checks in the order of `formats`.
+        skipped: per file, the tensors that were not checked.
+        inputs: SHA-256 of the bytes of each checked tensor, by file and name.
     """
 
     backends: Sequence[Backend]
@@ -38,7 +38,7 @@ class Findings:
 
     @property
     def empty(self) -> bool:
-        """True where nothing was checked."""
+        """Whether nothing was checked."""
         return not any(self.files.values())
 
     @property
@@ -47,11 +47,11 @@ class Findings:
 
     @property
     def alone(self) -> list[Format]:
-        """The formats in which a tensor was compared with nothing: the reference alone has them."""
+        """Formats in which a tensor was compared with nothing, because only the reference supports them."""
         return [format for format in self.formats if any(c.format is format and not c.compared for _, _, c in self.checks())]
 
     def without(self) -> dict[str, list[Format]]:
-        """By backend, the formats that it doesn't have."""
+        """Returns the formats that each backend doesn't support."""
         found: dict[str, list[Format]] = {}
         for _, _, check in self.checks():
             for name in check.without:
@@ -60,14 +60,14 @@ class Findings:
         return found
 
     def checks(self) -> Iterable[tuple[Path, Tensor, Check]]:
-        """Every check that was made."""
+        """Yields every check."""
         for path, tensors in self.files.items():
             for tensor, checks in tensors:
                 for check in checks:
                     yield path, tensor, check
 
     def by_format(self) -> dict[Format, tuple[int, Statistics]]:
-        """By format, the number of tensors that differ between backends, and the statistics of all tensors."""
+        """Returns per format the number of tensors that differ between backends, and the statistics of all tensors."""
         summary = {format: (0, Statistics()) for format in self.formats}
         for _, _, check in self.checks():
             differing, statistics = summary[check.format]
@@ -76,12 +76,12 @@ class Findings:
         return summary
 
     def differences(self) -> list[tuple[Path, Tensor, Format, Difference]]:
-        """Every difference, with where it is."""
+        """Returns every difference with its file, tensor and format."""
         return [(path, tensor, check.format, d) for path, tensor, check in self.checks() for d in check.differences]
 
 
 def to_json(findings: Findings, versions: Mapping[str, str]) -> dict[str, object]:
-    """The report as plain values. SQNR is null where nothing was lost (or nothing was there)."""
+    """Returns the report as plain values. SQNR is null if nothing was lost, or if all is zero."""
     files = []
     for path, tensors in findings.files.items():
         checked = [
@@ -139,7 +139,7 @@ def _numbers(statistics: Statistics) -> dict[str, object]:
 
 
 def format_table(findings: Findings) -> list[str]:
-    """A head, and one line for each format, all tensors together."""
+    """Returns a header and one line per format, for all tensors together."""
     rows: list[tuple[str, ...]] = [("format", "equal", *_TITLES)]
     for format, (differing, statistics) in findings.by_format().items():
         rows.append((format.name, _verdict(differing), *_cells(statistics)))
@@ -147,7 +147,7 @@ def format_table(findings: Findings) -> list[str]:
 
 
 def tensor_table(findings: Findings) -> list[str]:
-    """A head, and one line for each tensor and format."""
+    """Returns a header and one line per tensor and format."""
     rows: list[tuple[str, ...]] = [("tensor", "format", "equal", *_TITLES)]
     for _, tensor, check in findings.checks():
         rows.append((tensor.name, check.format.name, _verdict(len(check.differences)), *_cells(check.statistics)))
@@ -155,7 +155,7 @@ def tensor_table(findings: Findings) -> list[str]:
 
 
 def comparison_table(comparison: Comparison) -> list[str]:
-    """A head, and one line for each format of two reports."""
+    """Returns a header and one line per format of two reports."""
     rows: list[tuple[str, ...]] = [("format", "equal", "tensors")]
     for format, tensors in comparison.compared.items():
         rows.append((format, _verdict(comparison.differing[format]), str(tensors)))
@@ -166,7 +166,7 @@ _TITLES = ("SQNR dB", "max rel.", "saturated", "to zero", "bytes")
 
 
 def _aligned(rows: list[tuple[str, ...]], left: int) -> list[str]:
-    """Joins rows to lines that are never wrapped: the first `left` columns lie to the left, the rest to the right."""
+    """Formats rows as lines that never wrap: left-aligns the first `left` columns and right-aligns the others."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
@@ -197,7 +197,7 @@ def _percent(share: float) -> str:
 
 
 def draw(findings: Findings, path: Path) -> None:
-    """Writes a PNG: SQNR of each format (a bar for all tensors, a dot for each), and how often each scale exponent occurs."""
+    """Writes a PNG: SQNR per format (a bar for all tensors, a dot per tensor), and a histogram of scale exponents."""
     summary = findings.by_format()
     names = [format.name for format in summary]
     lines = np.arange(len(names))

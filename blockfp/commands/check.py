@@ -1,4 +1,4 @@
-"""`blockfp check`: every tensor through every backend, a quantized model against its source, or two reports."""
+"""`blockfp check`: runs every tensor through every backend, or compares a quantized model with its source, or two reports."""
 
 from __future__ import annotations
 
@@ -71,12 +71,11 @@ def check_command(
 ) -> None:
     """Quantizes every tensor with every backend and compares codes, scales and values, bit by bit.
 
-    With --source it holds a quantized model against the one that it was made from: the noise of its values, and whether its
-    bits are those that blockfp makes. With --compare it compares what two reports (--report) say of the same tensors instead,
-    by SHA-256.
+    With --source it compares a quantized model with the model that it was made from: the noise of its values, and whether its
+    bits are those that blockfp makes. With --compare it compares two reports (--report) of the same tensors by SHA-256.
 
-    Exits with 0 if all bits are equal; 1 on any difference; 2 on bad input, and where nothing is compared: no tensor can be
-    quantized, or only one backend has a format; 3 where a backend fails.
+    Exits with 0 if all bits are equal; 1 on any difference; 2 on bad input, or if nothing is compared because no tensor can be
+    quantized or only one backend has a format; 3 if a backend fails.
     """
     if compare:
         given = {"FILE": files, "--backend": backend, "--report": report, "--plot": plot, "--per-tensor": per_tensor}
@@ -119,7 +118,7 @@ def check_command(
 
 @contextmanager
 def _pool() -> Iterator[ThreadPoolExecutor]:
-    """Yields a pool with a thread for each core; an exception drops the work that hasn't begun."""
+    """Yields a thread pool with one thread per core; an exception cancels work that hasn't begun."""
     pool = ThreadPoolExecutor(os.cpu_count())
     try:
         yield pool
@@ -129,7 +128,7 @@ def _pool() -> Iterator[ThreadPoolExecutor]:
 
 def _run_checks(models: dict[Path, Model], findings: Findings) -> None:
     total = sum(not tensor.skipped for model in models.values() for tensor in model.tensors) * len(findings.formats)
-    # NumPy, XLA and the kernels work without Python's lock, so two formats of a tensor go side by side.
+    # NumPy, XLA and the kernels release Python's lock, so formats of a tensor run in parallel.
     with progress() as bar, _pool() as pool:
         task = bar.add_task("", total=total)
         for path, model in models.items():
@@ -148,14 +147,14 @@ def _run_checks(models: dict[Path, Model], findings: Findings) -> None:
                         checks.append(future.result())
                     except BadBackend as error:
                         if error.__cause__ is None:
-                            raise  # it is none
+                            raise  # not a backend
                         raise _failed(path, tensor.name, error) from error
                     bar.advance(task)
                 findings.files[path].append((tensor, checks))
 
 
 def _failed(path: Path, tensor: str, error: BadBackend) -> typer.Exit:
-    """Says where a backend failed, its traceback first; returns the exit to raise."""
+    """Prints a backend's failure with its traceback; returns the exit to raise."""
     say("".join(traceback.format_exception(error.__cause__)).rstrip(), console=err)
     say(f"error: {path}, tensor {tensor!r}: {error}", "red", err)
     return typer.Exit(3)
@@ -213,7 +212,7 @@ def _print_comparison(comparison: Comparison, shown: int = 20) -> int:
 
 
 def _print_source(path: Path, source: Path) -> int:
-    """Prints what is found of a quantized model beside its source, and returns the exit code."""
+    """Prints the comparison of a quantized model with its source and returns the exit code."""
     model = contents_of(saving.open_whole(path))
     if not model.weights:
         raise refused(f"FILE {path}: has no quantized weights")

@@ -1,4 +1,4 @@
-"""Lines and errors on a terminal, and checks of arguments, for all commands."""
+"""Terminal output, errors and checks of arguments for all commands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ err = Console(stderr=True)
 
 
 def say(text: str, style: str = "", console: Console = out) -> None:
-    """Prints a line as it is: without markup, wrapping or control characters, so that it can be searched for."""
+    """Prints a line verbatim, without markup, wrapping or control characters, so that it can be searched for."""
     console.print(Text(untrusted.printable(text), style), soft_wrap=True)
 
 
@@ -30,7 +30,7 @@ def format_of(name: str) -> Format:
 
 
 def refused(why: object) -> typer.Exit:
-    """Says why the input is refused; returns the exit to raise."""
+    """Prints why the input is refused; returns the exit to raise."""
     say(f"error: {why}", "red", err)
     return typer.Exit(2)
 
@@ -41,7 +41,7 @@ def progress() -> Progress:
 
 
 def check_output(path: Path, suffix: str, option: str, *, force: bool = True) -> None:
-    """Refuses, before any work, what could not be written after it."""
+    """Checks, before any work, that the output can be written."""
     if path.suffix != suffix:
         raise refused(f"{option} {path}: the name must end in {suffix}")
     if not path.parent.is_dir():

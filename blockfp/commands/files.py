@@ -73,7 +73,7 @@ def _check_file_bytes(file_bytes: int | None) -> None:
 
 
 def _check_folder(target: Path, force: bool) -> None:
-    """Refuses a folder that holds something, unless it may be overwritten."""
+    """Refuses a non-empty folder, unless `force` allows overwriting."""
     if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not force)):
         raise refused(f"OUT {target}: must be a new or empty folder; --force overwrites files of the same names")
 
@@ -96,8 +96,8 @@ def convert_command(
 ) -> None:
     """Writes a quantized model in another library's layout, or a released one in blockfp's.
 
-    Codes and scales stay as they are where the layout has their format; what has to be requantized is named, with its SQNR.
-    Scales of activations go into blockfp's layout alone; elsewhere they are left out, and named.
+    Codes and scales are kept if the layout supports their format; requantized weights are listed with their SQNR. Scales of
+    activations are only written to blockfp's layout; otherwise they are left out and listed.
     """
     if layout != "blockfp" and layout not in LAYOUTS:
         raise refused(f"--layout {layout}: must be one of blockfp, {', '.join(LAYOUTS)}")
@@ -156,7 +156,7 @@ def export_command(
     ] = None,
     force: Force = False,
 ) -> None:
-    """Writes the model of a training checkpoint: its codes as they are, or values from the optimizer's fp32 weights."""
+    """Writes the model of a training checkpoint: its stored codes, or values from the optimizer's fp32 weights."""
     if to not in TARGETS:
         raise refused(f"--to {to}: must be one of {', '.join(TARGETS)}")
     if dtype not in (None, "float32", "float16", "bfloat16"):

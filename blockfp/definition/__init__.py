@@ -1,1 +1,1 @@
-"""The definition of every format: what each bit of codes and scales is, on any array library."""
+"""The definition of every format: each bit of codes and scales, computed on any array library."""

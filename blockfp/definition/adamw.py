@@ -1,17 +1,19 @@
-"""AdamW and Adam, written once over an array namespace: the update, its constants, and moments in fewer bits.
+"""AdamW and Adam on any array library: the update, its coefficients, and moments in bfloat16 or FP8.
 
-The formulas are those of `torch.optim.AdamW` and `torch.optim.Adam` (Kingma, Ba 2015; Loshchilov, Hutter 2019), as single
-fp32 operations, so that NumPy, eager torch and the kernels (kernels/include/blockfp/adamw.h) agree bit for bit. (XLA fuses
-products and sums, and may differ in the last place.)
+The formulas match `torch.optim.AdamW` and `torch.optim.Adam` (Kingma, Ba 2015; Loshchilov, Hutter 2019). Every operation is a
+single fp32 operation, so NumPy, eager torch and the kernels (kernels/include/blockfp/adamw.h) agree bit for bit. XLA fuses
+products and sums and may differ in the last place.
 
-Moments may be kept in bfloat16, or in FP8 in blocks of 1x128 along the last axis (`MOMENT_FORMAT`). Rounding to nearest would
-not do there: a second moment changes by 0.1% a step, which is lost below a spacing of 0.4 to 12%, so that it could rise
-and never fall. Moments in fewer bits are rounded stochastically instead, with two random bytes an element: one would lose what
-is below 1/512 of a spacing, as a step of a second moment is where beta2 is 0.9999. FP8 keeps the square root of the second
-moment, which takes half the exponent range: a block reaches from its largest second moment down to 2^-34 of it, and what is
-smaller but not zero counts as that much, for an update is divided by it. Scales are powers of two: a value that was stored once
-is stored again unchanged, whatever its neighbours have become, so a state saved as fp32 values goes on bit for bit. Blocks
-are counted from the parameter's first column and rows share none, so sharding rows changes nothing.
+Moments can be stored in bfloat16, or in FP8 in blocks of 1x128 along the last axis (`MOMENT_FORMAT`). Rounding to nearest would
+not work: a step changes a second moment by about 0.1%, but codes are 0.4 to 12% apart, so a moment could rise and never fall.
+Low-precision moments are rounded stochastically with two random bytes per element. One byte would lose changes below 1/512 of a
+spacing, and with beta2 = 0.9999 a step changes a second moment by less.
+
+FP8 stores the square root of the second moment, which halves the exponent range. A block covers about 34 binades below its
+largest second moment; smaller nonzero values are raised to the smallest code, because the update divides by them. Scales are
+powers of two, so values that were stored once can be stored again unchanged, even if other values of the block change: a state
+saved as fp32 values resumes bit for bit. Blocks start at the parameter's first column and never span rows, so sharding rows
+changes nothing.
 """
 
 from __future__ import annotations
@@ -29,17 +31,17 @@ from .numerics import Origin
 from .rounding import WIDE, Key, fold_in
 
 Moments = Literal["float32", "bfloat16", "fp8"]
-"""The storage of moments."""
+"""Storage types of the moments."""
 
 MOMENT_FORMAT = Format.parse("fp8_e4m3_1x128")
-"""The blocks of FP8 moments: E4M3, 1x128, power-of-two scales in fp32."""
+"""Format of FP8 moments: E4M3, 1x128 blocks, power-of-two scales in fp32."""
 
 WEIGHT, FIRST, SECOND = 2, 3, 4
-"""The numbers that `rounding_key` folds into the key for the weight and both moments."""
+"""Numbers that `rounding_key` folds into the key for the weight and the two moments."""
 
 
 class Coefficients(NamedTuple):
-    """A step's constants, each one number, or an array of one for each of several parameters.
+    """Constants of a step: numbers, or arrays with one element per parameter.
 
     Attributes:
         decay: 1 - lr * weight_decay for AdamW, 1 for Adam.
@@ -50,8 +52,8 @@ class Coefficients(NamedTuple):
         unbias2: 1 / sqrt(1 - beta2^step).
         eps: eps.
         rate: -lr / (1 - beta1^step).
-        unscale: the gradient is multiplied with it first: one over the loss's scale.
-        skip: not 0 where nothing at all may change, because a gradient is not finite.
+        unscale: factor for the gradient, applied first: the inverse of the loss scale.
+        skip: nonzero if a gradient is not finite and the step must change nothing.
     """
 
     decay: Any
@@ -69,15 +71,10 @@ class Coefficients(NamedTuple):
 def coefficients(
     step: Any, lr: Any, betas: tuple[Any, Any], eps: Any, weight_decay: Any, *, decoupled: bool = True
 ) -> Coefficients:
-    """The constants of step number `step`.
+    """Returns the constants of step number `step`, which starts at 1.
 
-    Args:
-        step: 1 for the first step; a number or an array.
-        lr: the learning rate; a number or an array.
-        betas: decay of the first and the second moment; numbers, or arrays that aren't 0.
-        eps: added to the square root of the unbiased second moment.
-        weight_decay: AdamW's, which is multiplied with lr, or Adam's L2 term.
-        decoupled: AdamW if True, else Adam.
+    Each argument is a number or an array; betas given as arrays must not be 0. `weight_decay` is AdamW's, or Adam's L2 term if
+    `decoupled` is False.
     """
     bias1, bias2 = (_bias(step, beta) for beta in betas)
     root = array_namespace(bias2).sqrt(bias2) if hasattr(bias2, "dtype") else math.sqrt(bias2)
@@ -87,7 +84,7 @@ def coefficients(
 
 
 def _bias(step: Any, beta: Any) -> Any:
-    """1 - beta^step, without cancellation where beta is close to 1."""
+    """Returns 1 - beta^step without cancellation for beta close to 1."""
     if isinstance(beta, Real) and beta == 0:
         return 1.0
     power = step * (math.log(beta) if isinstance(beta, Real) else array_namespace(beta).log(beta))
@@ -95,7 +92,7 @@ def _bias(step: Any, beta: Any) -> Any:
 
 
 def check_settings(lr: Any, betas: tuple[float, float], eps: float, weight_decay: float, moments: str) -> None:
-    """Raises ValueError unless these settings mean something; numbers that are arrays are not looked at."""
+    """Raises ValueError for invalid settings. Values of arrays are not checked."""
     for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
         if not (float(value) >= 0 if isinstance(value, Real) else hasattr(value, "dtype")):
             raise ValueError(f"{name} must be 0 or more, got {value!r}")
@@ -106,18 +103,15 @@ def check_settings(lr: Any, betas: tuple[float, float], eps: float, weight_decay
 
 
 def stands_still(c: Coefficients) -> Any:
-    """Tells whether the step moves no weight, whatever the gradient is (lr 0).
-
-    Nothing is written to the weight then: requantizing the values of codes would change them."""
+    """Returns whether a step can't change the weight (lr 0); then codes must be kept, because requantizing could change
+    them."""
     return (c.rate == 0) & (c.decay == 1)
 
 
 def update(weight: Array, first: Array, second: Array, gradient: Array, c: Coefficients) -> tuple[Array, Array, Array]:
-    """Takes a step; returns (weight, first moment, second moment), the old ones where the step is skipped.
+    """Computes a step and returns (weight, first moment, second moment), unchanged if the step is skipped.
 
-    Args:
-        weight, first, second, gradient: float32, of one shape.
-        c: constants of the step; arrays among them must broadcast with the weight.
+    The arrays are float32 and have one shape; coefficients that are arrays must broadcast with them.
     """
     before = (weight, first, second)
     gradient = gradient * c.unscale
@@ -133,7 +127,7 @@ def update(weight: Array, first: Array, second: Array, gradient: Array, c: Coeff
 
 
 def _square_root(x: Array) -> Array:
-    """IEEE's square root. Torch's on a CPU is now and then off in the last place; taken in float64 it is right."""
+    """Computes the IEEE square root. torch's CPU kernel can be off in the last place in fp32, so it computes in float64."""
     xp = array_namespace(x)
     if is_torch_array(x) and x.device.type == "cpu":
         return xp.astype(xp.sqrt(xp.astype(x, xp.float64)), xp.float32)
@@ -147,13 +141,10 @@ def _unless(condition: Any, old: Array, new: Array) -> Array:
 
 
 def rounding_key(key: Key, step: int | Array, parameter: int | Array, what: int | Array) -> tuple[int, int] | Array:
-    """The key of one rounding: fold_in of the step, then of the parameter's number, then of WEIGHT, FIRST or SECOND.
+    """Derives the key of one rounding: folds in the step, then the parameter's number, then WEIGHT, FIRST or SECOND.
 
-    Args:
-        key: the optimizer's key; equal on all ranks. An array where one of the others is: those are then 0-d integer arrays.
-        step: number of the step, from 1.
-        parameter: position of the parameter among all that the optimizer has.
-        what: WEIGHT, FIRST or SECOND.
+    `key` is the optimizer's key, equal on all ranks; if it is an array, the other arguments are 0-d integer arrays. `step`
+    counts from 1, `parameter` is the position among the optimizer's parameters.
     """
     return fold_in(fold_in(fold_in(key, step), parameter), what)
 
@@ -161,13 +152,13 @@ def rounding_key(key: Key, step: int | Array, parameter: int | Array, what: int 
 def store_fp8(
     moment: Array, *, second: bool, key: Key | None, origin: Origin = (0, 0), shape: tuple[int, int] | None = None
 ) -> tuple[Array, Array]:
-    """Codes (uint8) and scales (float32) of a moment in FP8.
+    """Returns codes (uint8) and scales (float32) of a moment in FP8.
 
     Args:
         moment: float32 [..., rows, columns].
-        second: whether it is the second moment, of which the square root is stored.
-        key: of `rounding_key`; None rounds to nearest, which keeps values that were stored before as well.
-        origin: (row, column) of the first element in the unsharded matrix; the column must lie on a block boundary.
+        second: whether this is the second moment, which is stored as its square root.
+        key: from `rounding_key`; None rounds to nearest, which reproduces previously stored values.
+        origin: (row, column) of the first element in the unsharded matrix; the column must be on a block boundary.
         shape: (rows, columns) of the unsharded matrix; by default it ends where `moment` ends.
     """
     xp = array_namespace(moment)
@@ -180,7 +171,7 @@ def store_fp8(
 
 
 def load_fp8(codes: Array, scales: Array, *, second: bool, origin: Origin = (0, 0)) -> Array:
-    """The float32 moment of codes and scales of `store_fp8`."""
+    """Returns the float32 moment from the codes and scales of `store_fp8`."""
     x = numerics.dequantize(codes, scales, None, MOMENT_FORMAT, "float32", columns=codes.shape[-1], origin=origin)
     return x * x if second else x
 
@@ -190,14 +181,14 @@ def round_to_bfloat16(x: Array, key: Key, *, origin: Origin = (0, 0), shape: tup
 
     Args:
         x: float32 [..., rows, columns].
-        key: of `rounding_key`; u are the two random bytes of the element's global index (`rounding.random_bytes`).
-        origin, shape: where x lies in the unsharded matrix, as for `quantize`.
+        key: from `rounding_key`; u is the 16-bit random number at the element's global index (`rounding.random_bytes`).
+        origin, shape: position in the unsharded matrix, as for `quantize`.
     """
     xp = array_namespace(x)
     pattern = bits.from_float(x)
     magnitude = pattern & bits.MAGNITUDE
     random = numerics.element_bytes(pattern, key, origin, shape, width=WIDE)
-    # bfloat16 cuts 16 bits off fp32's pattern: a carry out of them is the step up. (The half of u + 1/2 never decides.)
+    # bfloat16 drops the low 16 bits of the fp32 pattern, so a carry out of them rounds up. Adding u + 1/2 or u is the same.
     rounded = bits.at_most((magnitude + random) >> 16, 0x7F7F) << 16
     rounded = xp.where(magnitude >= bits.INFINITY, magnitude, rounded)
     return bits.to_float(rounded | (pattern & bits.SIGN), "bfloat16")

@@ -1,14 +1,14 @@
-"""MX operands aligned: one power of two for each 128 elements that a product contracts, instead of one for each 32.
+"""Alignment of MX operands: one power of two per 128 contracted elements instead of one per 32.
 
-FP8 matrix units that promote their sums every 128 elements multiply such operands; they multiply none of MX on Hopper. Within
-128 elements every block's codes are shifted to one exponent. FP6 and FP4 codes become E4M3 codes. The result is an array of
-FP8 blocks of 1x128 as any other, but it is the layout of an operand: it is made for a product, and never stored or sent.
+Hopper has no matrix units for MX, but its FP8 units promote sums every 128 elements. Alignment shifts the codes of four
+neighbouring blocks to one exponent, and FP6 and FP4 codes become E4M3. The result has the layout of FP8 blocks of 1x128; it is
+only an operand of a product and is never stored or sent.
 
-The shift is chosen by the largest magnitude, which lands in the highest binade that holds it; NaN and Inf count as their
-block's MAX there. Codes change where they fall below the smallest spacing, by half of it at most:
+The largest magnitude determines the shift: it moves to the highest binade that can hold it, with NaN and Inf counted as the
+block's MAX. Values change if they fall below the smallest spacing, by at most half of it:
 
-    target   from          |change| / largest magnitude   no change up to
-    E4M3     E4M3          1 / (240 * 2^10) = 2^-17.9     (codes change that are subnormal once they are shifted)
+    target   from          |change| / largest magnitude   exact up to
+    E4M3     E4M3          1 / (240 * 2^10) = 2^-17.9     (codes change that become subnormal by the shift)
     E4M3     E2M3          1 / (240 * 2^10) = 2^-17.9     11 binades between the blocks' scales
     E4M3     E3M2, E2M1    2^-18                          9 and 14 binades
     E5M2     E5M2          2^-32                          (as E4M3)
@@ -28,24 +28,21 @@ from .numerics import Quantized
 from .rounding import round_to_element
 
 _GROUP = 4
-"""Blocks of 32 that share an exponent."""
+"""Number of 32-element blocks that share an exponent."""
 
-# A significand above that of the target's largest value needs a binade more. (Of E5M2 none is.)
+# A significand above that of E4M3's MAX (448) needs one binade more. E5M2 has no larger significands.
 _LARGEST_SIGNIFICAND = 0xE00000
 
 
 def can_align(format: Format) -> bool:
-    """Tells whether FP8 codes can stand for those of a format: MX with elements of up to 4 significant bits."""
+    """Returns whether FP8 codes can represent a format's codes: MX elements with up to 4 significant bits."""
     return format.scale.e8m0 and format.element is not INT8
 
 
 @cache
 def aligned_format(format: Format | str) -> Format:
-    """The format of what `align` makes of another: FP8 blocks of 1x128 with power-of-two scales.
-
-    Raises:
-        ValueError: the format can't be aligned.
-    """
+    """Returns the format that `align` produces: FP8 in 1x128 blocks with power-of-two scales. Raises ValueError if there is
+    none."""
     format = Format.parse(format)
     if not can_align(format):
         raise ValueError(f"only MXFP8, MXFP6 and MXFP4 are aligned to 128 elements, got {format}")
@@ -53,19 +50,19 @@ def aligned_format(format: Format | str) -> Format:
 
 
 def align(codes: Array, scales: Array, format: Format | str, *, columns: int) -> Quantized:
-    """The codes and scales of an MX array, shifted to one scale for each row and 128 columns.
+    """Returns the codes and scales of an MX array, shifted to one scale per row and 128 columns.
 
-    In 32x32 blocks the 32 rows of a block share the exponent, so their scales are equal.
+    The rows of a 32x32 block share the exponent, so they get equal scales.
 
     Args:
         codes: uint8 [..., rows, bytes], packed along the last axis.
-        scales: uint8 E8M0, one for each block.
-        format: a `Format` or its name: MXFP8, MXFP6 or MXFP4.
+        scales: uint8 E8M0, one per block.
+        format: MXFP8, MXFP6 or MXFP4, as a `Format` or its name.
         columns: length of the last axis.
 
     Returns:
-        Codes uint8 [..., rows, columns] and scales float32 [..., rows, ceil(columns / 128)], in `aligned_format(format)`. Every
-        NaN has a NaN code, those of a scale that is NaN too.
+        Codes uint8 [..., rows, columns] and scales float32 [..., rows, ceil(columns / 128)] in `aligned_format(format)`.
+        Elements that are NaN, also by a NaN scale, get NaN codes.
 
     Raises:
         TypeError, ValueError: the format can't be aligned, or codes and scales don't fit it.
@@ -92,7 +89,7 @@ def align(codes: Array, scales: Array, format: Format | str, *, columns: int) ->
     magnitude = code & ((1 << (element.bits - 1)) - 1)
     value = scaling.magnitude_bits(magnitude, element)
     finite = scaling.magnitude_bits(bits.at_most(magnitude, element.max_code), element)
-    # Zero has an exponent below all others, under any scale.
+    # `split` gives zero an exponent below all others, whatever the scale.
     significand, exponent = bits.split(xp.max(finite, axis=(-4, -1)))
     highest = exponent + xp.astype(significand > _LARGEST_SIGNIFICAND, xp.int32)
     highest = xp.where(stored == 0xFF, -1024, highest + stored)

@@ -1,12 +1,11 @@
-"""Integer arithmetic on floating-point numbers: casts to bits, products, quotients and rounding, exact on every library.
+"""Integer arithmetic on floating-point numbers: bit casts, products, quotients and rounding, exact on every library.
 
-Everything here is int32 arithmetic, conversions of integers below 2^24 to fp32, and single fp32 products of numbers in
-[1, 2) that go straight into a bit cast. XLA flushes subnormals and rewrites divisions, Triton and GPUs divide
-approximately, libraries disagree on exp2 and log2; none of them can change the result of these operations.
+This module only uses int32 arithmetic, conversions of integers below 2^24 to fp32, and single fp32 products of numbers in [1,
+2) that are bit-cast at once. XLA flushes subnormals and rewrites divisions, Triton and GPUs divide approximately, and libraries
+disagree on exp2 and log2; none of this can change the results here.
 
-A number is passed around in one of two ways: as its *bits* (int32, the fp32 pattern), or split into a *significand* (an
-integer whose leading bit is set) and an *exponent* (so that the value is significand / 2^point * 2^exponent, with
-point = 23 unless said otherwise).
+A number has one of two representations: its *bits* (the fp32 pattern as int32), or a *significand* (an integer whose leading
+bit is set) and an *exponent*. The split value is significand / 2^point * 2^exponent, with point = 23 unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -32,36 +31,37 @@ FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 LARGEST_FINITE = {"float32": FP32_MAX, "float16": 0x477FE000, "bfloat16": 0x7F7F0000}
 """fp32 bits of the largest finite value of each dtype."""
 
-_BEYOND = 512  # added to the exponent of Inf and NaN: larger than any finite product's exponent
+_BEYOND = 512  # added to the exponent of Inf and NaN, so that it exceeds the exponent of any finite product
 
 
 def constant_bits(value: float) -> int:
-    """fp32 bits of a Python float, rounded to nearest."""
+    """Returns the fp32 bits of a Python float, rounded to nearest."""
     return struct.unpack("<i", struct.pack("<f", value))[0]
 
 
 def dtype_name(x: Array) -> str:
-    """Name of an array's dtype without its library: "float32", "bfloat16", "uint8"."""
+    """Returns the name of an array's dtype without its library: "float32", "bfloat16", "uint8"."""
     dtype = x.dtype
     return _numpy_name(dtype) if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
 
 
-# NumPy takes ten calls to print a dtype.
+# NumPy makes ten calls to print a dtype.
 _numpy_name = lru_cache(maxsize=256)(str)
 
 
 def at_most(x: Array, limit: int) -> Array:
-    """Elementwise minimum of int32 and a limit. (torch's takes no Python numbers, and dynamo can't trace its substitute.)"""
+    """Returns the elementwise minimum of int32 and a limit. torch.minimum takes no Python numbers, and dynamo can't trace its
+    array API substitute."""
     return array_namespace(x).where(x > limit, limit, x)
 
 
 def at_least(x: Array, limit: int) -> Array:
-    """Elementwise maximum of int32 and a limit; see `at_most`."""
+    """Returns the elementwise maximum of int32 and a limit; see `at_most`."""
     return array_namespace(x).where(x < limit, limit, x)
 
 
 def from_float(x: Array) -> Array:
-    """fp32 bits of an array of float32, float16 or bfloat16; exact, subnormals and NaN included."""
+    """Returns the fp32 bits of float32, float16 or bfloat16; exact, including subnormals and NaN."""
     xp = array_namespace(x)
     name = dtype_name(x)
     if name == "float32":
@@ -77,14 +77,14 @@ def from_float(x: Array) -> Array:
 
 
 def to_float(bits: Array, dtype: str) -> Array:
-    """The array of `dtype` whose values are these fp32 bits, rounded once to nearest even; NaN becomes the canonical NaN."""
+    """Converts fp32 bits to an array of `dtype`, rounded once to nearest even; NaN becomes the canonical NaN."""
     xp = array_namespace(bits)
     magnitude = bits & MAGNITUDE
     nan = magnitude > INFINITY
     if dtype == "float32":
         return xp.where(nan, NAN, bits).view(xp.float32)
     if dtype == "bfloat16":
-        # The carry of a value that rounds past the largest finite one makes it Inf.
+        # Rounding past the largest finite value carries into the exponent and gives Inf.
         half = (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) >> 16
         canonical = 0x7FC0
     else:
@@ -108,10 +108,10 @@ def _bfloat16(xp) -> Any:
 
 
 def split(magnitude: Array) -> tuple[Array, Array]:
-    """Splits non-negative fp32 bits into (significand, exponent), subnormals normalized.
+    """Splits non-negative fp32 bits into (significand, exponent) and normalizes subnormals.
 
-    Zero counts as 2^-276, far below anything that rounds to a nonzero number here. Inf and NaN have exponents above every
-    product of finite numbers, so that they saturate.
+    Zero becomes 2^-276, which always rounds to zero here. Inf and NaN get exponents above any product of finite numbers, so
+    they saturate.
     """
     xp = array_namespace(magnitude)
     field = magnitude >> 23
@@ -124,7 +124,7 @@ def split(magnitude: Array) -> tuple[Array, Array]:
 
 
 def multiply(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
-    """The fp32 product of two split numbers, split again: IEEE's, but for its exponent being unbounded."""
+    """Returns the product of two split numbers, rounded to 24 bits like IEEE's, but with an unbounded exponent."""
     xp = array_namespace(a[0])
     one_to_two = [(significand + (ONE - 0x800000)).view(xp.float32) for significand in (a[0], b[0])]
     product = (one_to_two[0] * one_to_two[1]).view(xp.int32)
@@ -132,9 +132,9 @@ def multiply(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Arr
 
 
 def product(a: Array, b: Array) -> Array:
-    """fp32 bits of the IEEE product of two non-negative numbers given as bits; NaN is canonical.
+    """Returns the fp32 bits of the IEEE product of two non-negative numbers given as bits; NaN is canonical.
 
-    `multiply` rounds to 24 bits whatever the exponent. Here a subnormal product is rounded once, from all 48.
+    `multiply` always rounds to 24 bits. This function rounds a subnormal product only once, from all 48 bits.
     """
     xp = array_namespace(a)
     (significand_a, exponent_a), (significand_b, exponent_b) = split(a), split(b)
@@ -143,7 +143,7 @@ def product(a: Array, b: Array) -> Array:
     middle = high_a * low_b + low_a * high_b
     low = low_a * low_b + ((middle & 0xFFF) << 12)
     high = high_a * high_b + (middle >> 12) + (low >> 24)
-    # Of 46 places behind the point 25 are kept; the last of them says whether anything was cut off behind it.
+    # Keeps 25 of 46 fraction bits; the last one is sticky: set if any dropped bit was.
     kept = (high << 3) | ((low >> 21) & 7) | xp.astype((low & 0x1FFFFF) != 0, xp.int32)
     carry = kept >> 26
     result = fp32(kept, exponent_a + exponent_b + carry, 25 + carry)
@@ -153,10 +153,10 @@ def product(a: Array, b: Array) -> Array:
 
 
 def divide(a: Array, b: Array) -> Array:
-    """fp32 bits of the IEEE quotient of two non-negative numbers given as bits, b not zero; overflow gives Inf.
+    """Returns the fp32 bits of the IEEE quotient of two non-negative numbers given as bits; b is not 0, overflow gives Inf.
 
-    Long division of the significands in two digits of 12 bits, each estimated in floating point. No library's `/` is used,
-    and no result depends on the last bits of an estimate: the remainder is an integer, and corrects it.
+    Long division with two 12-bit digits, each estimated in floating point. It uses no library's `/`, and errors of an estimate
+    don't matter: the integer remainder corrects them.
     """
     xp = array_namespace(b)
     significand_a, exponent_a = split(a)
@@ -167,11 +167,11 @@ def divide(a: Array, b: Array) -> Array:
     remainder = significand_a << xp.astype(smaller, xp.int32)
     quotient = xp.zeros_like(remainder)
     for _ in range(2):
-        # The remainder is below 2^25, its distance to the next digit too: wrapping products lose nothing.
+        # Both the remainder and its distance to the next digit are below 2^25, so wrapping products are exact.
         digit = xp.astype(xp.astype(remainder, xp.float32) * inverse, xp.int32)
         quotient = (quotient << 12) + digit
         remainder = (remainder << 12) - digit * significand_b
-    # A digit is off by one at most, the last by two, because a negative remainder's is cut towards zero.
+    # A digit is off by at most one, the last by two: conversion truncates a negative remainder towards zero.
     for _ in range(2):
         below = remainder >> 31
         quotient = quotient + below
@@ -183,24 +183,24 @@ def divide(a: Array, b: Array) -> Array:
 
 
 def add(a: Array, b: Array) -> Array:
-    """fp32 bits of the IEEE sum of two non-negative numbers given as bits; NaN is canonical."""
+    """Returns the fp32 bits of the IEEE sum of two non-negative numbers given as bits; NaN is canonical."""
     xp = array_namespace(a)
     larger, exponent, high, low = _aligned(a, b)
     total = high + low
     carry = total >> 27
     exponent = exponent + carry
-    # `fp32` wraps where a number above 2^128 has ones alone and rounds up.
+    # `fp32` would wrap for a number near 2^128 whose bits are all ones and which rounds up.
     result = xp.where(exponent > 127, INFINITY, fp32(total, at_most(exponent, 127), 26 + carry))
     return xp.where(larger > INFINITY, NAN, result)
 
 
 def distance(a: Array, b: Array) -> Array:
-    """fp32 bits of |a - b|, as IEEE subtracts non-negative numbers given as bits; NaN, that of Inf - Inf too, is canonical."""
+    """Returns the fp32 bits of the IEEE |a - b| for non-negative numbers given as bits; NaN is canonical, Inf - Inf is NaN."""
     xp = array_namespace(a)
     larger, exponent, high, low = _aligned(a, b)
     difference = high - low
     safe = at_least(difference, 1)
-    # The place of the leading bit: a conversion to fp32 is exact below 2^24, and above it three places are left.
+    # The position of the leading bit. Conversion to fp32 is exact below 2^24; three more positions are counted above it.
     places = (xp.astype(at_most(safe, 0xFFFFFF), xp.float32).view(xp.int32) >> 23) - 127
     places = places + sum(xp.astype(safe >= 1 << bit, xp.int32) for bit in (24, 25, 26))
     result = fp32(safe << (26 - places), exponent + places - 26, 26)
@@ -209,14 +209,14 @@ def distance(a: Array, b: Array) -> Array:
 
 
 def _aligned(a: Array, b: Array) -> tuple[Array, Array, Array, Array]:
-    """(bits of the larger, its exponent, its significand and the smaller's), both below 2^27 and relative to that exponent.
+    """Returns (larger's bits, its exponent, its significand, the smaller's significand at that exponent).
 
-    Three places stand behind those of fp32; the last of them says whether anything was cut off behind it.
+    Significands are below 2^27 with three extra bits after fp32's; the last extra bit is sticky.
     """
     xp = array_namespace(a)
     larger, smaller = xp.where(a > b, a, b), xp.where(a > b, b, a)
     field, below = at_least(larger >> 23, 1), at_least(smaller >> 23, 1)
-    # Of a subnormal the bits are the significand.
+    # The bits of a subnormal number are its significand.
     high, low = (larger - ((field - 1) << 23)) << 3, (smaller - ((below - 1) << 23)) << 3
     places = at_most(field - below, 27)
     kept = low >> places
@@ -224,7 +224,7 @@ def _aligned(a: Array, b: Array) -> tuple[Array, Array, Array, Array]:
 
 
 def _inverse(significand: Array) -> Array:
-    """2^12 / significand in fp32, for significands of 2^23 to 2^24, to one part in 2^21: an estimate, then Newton's rule."""
+    """Approximates 2^12 / significand for significands of 2^23 to 2^24 to 1 part in 2^21: an estimate, then Newton steps."""
     xp = array_namespace(significand)
     pattern = significand + (ONE - 0x800000)
     x = pattern.view(xp.float32)
@@ -235,22 +235,22 @@ def _inverse(significand: Array) -> Array:
 
 
 def fp32(significand: Array, exponent: Array, point: int | Array = 23) -> Array:
-    """fp32 bits of significand / 2^point * 2^exponent, rounded once to nearest even; overflow gives Inf."""
+    """Returns the fp32 bits of significand / 2^point * 2^exponent, rounded once to nearest even; overflow gives Inf."""
     return at_most(round_nearest(significand, at_most(exponent, 128), 23, -126, point), INFINITY)
 
 
 def round_nearest(significand: Array, exponent: Array, mantissa_bits: int, emin: int, point: int | Array = 23) -> Array:
-    """Magnitude code of a number in a float format, rounded to nearest, ties to even.
+    """Returns the magnitude code of a number in a float format, rounded to nearest, ties to even.
 
     Args:
         significand: int32 below 2^28 whose leading bit is bit `point`.
         exponent: int32, at most 2^(31 - mantissa_bits) above `emin`.
         mantissa_bits: mantissa bits of the format.
-        emin: exponent of the format's smallest normal number; below it the spacing stays.
+        emin: exponent of the format's smallest normal number; the spacing is constant below it.
         point: fraction bits of the significand.
 
     Returns:
-        exponent field << mantissa_bits | mantissa, not saturated: a carry runs on into the exponent field.
+        exponent field << mantissa_bits | mantissa, without saturation: a carry continues into the exponent field.
     """
     xp = array_namespace(exponent)
     quotient, dropped, shift = _cut(xp, significand, exponent, mantissa_bits, emin, point)
@@ -262,17 +262,14 @@ def round_nearest(significand: Array, exponent: Array, mantissa_bits: int, emin:
 def round_stochastic(
     significand: Array, exponent: Array, mantissa_bits: int, emin: int, random: Array, random_bits: int = 8
 ) -> Array:
-    """Rounds like `round_nearest` with point 23, but to floor(|y| / ulp + (2 u + 1) / 2^(random_bits + 1)) ulp, exactly.
+    """Rounds to floor(|y| / ulp + (2 u + 1) / 2^(random_bits + 1)) ulp exactly; otherwise like `round_nearest` with point 23.
 
-    The fraction f of |y| / ulp reaches the next integer where n f >= n - 1 - 2 u with n = 2^(random_bits + 1): an integer
-    comparison.
-
-    Args:
-        random: u, int32 of so many random bits: 8, or 16 (not more than the significand has behind the mantissa).
+    The fraction f of |y| / ulp rounds up if n f >= n - 1 - 2 u with n = 2^(random_bits + 1), an integer comparison. `random` is
+    u: int32 with 8 or 16 random bits, at most as many as the significand has after the mantissa.
     """
     xp = array_namespace(exponent)
     quotient, dropped, _ = _cut(xp, significand, exponent, mantissa_bits, emin, 23)
-    # A fraction below 2^-places never rounds up; beyond a shift of 24 + places every fraction is.
+    # A fraction below 2^-places never rounds up; with a shift above 24 + places, every fraction is that small.
     places = random_bits + 1
     shift = at_most(at_least(emin - exponent, 0) + (23 - mantissa_bits), 24 + places)
     up = (dropped >> (shift - places)) >= (1 << places) - 1 - 2 * random
@@ -280,8 +277,8 @@ def round_stochastic(
 
 
 def _cut(xp, significand, exponent, mantissa_bits, emin, point):
-    """Cuts to a spacing that stays constant below 2^emin; returns (bits kept, bits dropped, number of bits dropped)."""
-    # 29 places drop every bit of a significand below 2^28, and leave room to double what is dropped.
+    """Truncates to the format's spacing; returns (bits kept, bits dropped, number of bits dropped)."""
+    # 29 places drop every bit of a significand below 2^28 and leave room to double the dropped bits.
     shift = at_most(at_least(emin - exponent, 0) + (point - mantissa_bits), 29)
     quotient = significand >> shift
     return quotient, significand - (quotient << shift), shift

@@ -1,4 +1,4 @@
-"""Checks of arguments: every face and backend refuses in the same words, before anything is changed."""
+"""Checks of arguments. Every face and backend raises the same errors, before it changes anything."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 def check_input(x: Array) -> None:
-    """Raises TypeError or ValueError where x is not a float32, float16 or bfloat16 array of two or more axes, or is masked."""
+    """Raises TypeError or ValueError unless x is an unmasked float32, float16 or bfloat16 array with two or more axes."""
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError("x must not be a masked array, whose masked values would be quantized too: pass x.filled(..) or x.data")
     dtype = bits.dtype_name(x)
@@ -28,7 +28,7 @@ def check_input(x: Array) -> None:
 
 
 def check_eps(eps: float) -> None:
-    """Raises TypeError where eps is no number, ValueError where it is negative or no finite one of float32."""
+    """Raises TypeError if eps is not a number, ValueError if it is negative or not finite in float32."""
     if not isinstance(eps, Real):
         raise TypeError(f"eps must be a number, got {type(eps).__name__}: {eps!r}")
     if not 0 <= eps <= _LARGEST:
@@ -36,7 +36,7 @@ def check_eps(eps: float) -> None:
 
 
 def check_limits(format: Format, eps: float, nominal: str) -> None:
-    """Raises ValueError where eps or the nominal dtype has no meaning for FP8 scales, or eps is given for other formats."""
+    """Raises ValueError for an invalid eps or nominal dtype of FP8 scales, or for an eps with other formats."""
     if format.scale.dtype != "float32":
         if eps:
             raise ValueError(f"eps = {eps} has no meaning for {format}: only FP8 formats with fp32 scales take one")
@@ -47,13 +47,13 @@ def check_limits(format: Format, eps: float, nominal: str) -> None:
 
 
 def check_output_dtype(dtype: str) -> None:
-    """Raises ValueError where dtype is not the name of one that values can come in."""
+    """Raises ValueError unless dtype names a dtype that `dequantize` can return."""
     if dtype not in bits.FLOAT_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(bits.FLOAT_DTYPES)}, got {dtype!r}")
 
 
 def output_dtype(dtype: Any) -> str:
-    """Name of a dtype in any form that NumPy takes; raises TypeError or ValueError where values can't come in it."""
+    """Returns the name of an output dtype given in any form that NumPy accepts; raises TypeError or ValueError for others."""
     try:
         name = np.dtype(dtype).name
     except TypeError:
@@ -63,7 +63,7 @@ def output_dtype(dtype: Any) -> str:
 
 
 def nominal_dtype(dtype: Any) -> np.dtype:
-    """NumPy's dtype of the array that was quantized; raises TypeError where values don't come in it."""
+    """Returns the NumPy dtype of the original array; raises TypeError unless it is float32, float16 or bfloat16."""
     dtype = np.dtype(dtype)
     if dtype not in DTYPES.values():
         raise TypeError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
@@ -73,16 +73,17 @@ def nominal_dtype(dtype: Any) -> np.dtype:
 def check_parts(
     codes: Array, scales: Array, tensor_scale: Array | None, format: Format, columns: int, origin: tuple[int, int]
 ) -> None:
-    """Raises TypeError or ValueError where codes and scales don't make an array of `columns` in this format at `origin`."""
+    """Raises TypeError or ValueError unless codes and scales form an array with `columns` columns in this format at
+    `origin`."""
     check_place(columns, origin)
     check_codes(codes, columns, format)
     check_scales(scales, tensor_scale, (*codes.shape[:-1], columns), format, origin)
 
 
 def check_place(columns: int, origin: tuple[int, int]) -> None:
-    """Raises TypeError or ValueError where columns and origin are not integers of 0 or more."""
+    """Raises TypeError or ValueError unless columns and origin are non-negative integers."""
     if not hasattr(origin, "__len__") or len(origin) != 2:
-        # None of them is looked at: an expanded array has any number in the memory of one.
+        # Don't look at elements: an expanded array can have any number of them in the memory of one.
         got = f"{len(origin)} of them" if hasattr(origin, "__len__") else type(origin).__name__
         raise ValueError(f"origin must be of integers of 0 or more, (row, column), got {got}")
     for name, values in (("columns", (columns,)), ("origin", tuple(origin))):
@@ -93,7 +94,7 @@ def check_place(columns: int, origin: tuple[int, int]) -> None:
 
 
 def check_square(format: Format) -> None:
-    """Raises ValueError where the codes of a transposed array are not the codes transposed."""
+    """Raises ValueError if transposing the codes doesn't give the codes of the transposed array."""
     if format.block is not None and not format.square:
         scales = "a scale for each row" if format.per_row else f"{block_name(format.block)} blocks"
         raise ValueError(
@@ -103,13 +104,13 @@ def check_square(format: Format) -> None:
 
 
 def check_matrix(shape: Sequence[int]) -> None:
-    """Raises ValueError where an array hasn't two axes: `.T` swaps the last two alone."""
+    """Raises ValueError unless the array has two axes, as `.T` requires."""
     if len(shape) != 2:
         raise ValueError(f".T is for two axes, got shape {tuple(shape)}: .mT swaps the last two")
 
 
 def check_codes(codes: Array, columns: int, format: Format) -> None:
-    """Raises TypeError or ValueError where codes are not uint8 rows of `columns` packed codes."""
+    """Raises TypeError or ValueError unless codes are uint8 rows of `columns` packed codes."""
     if bits.dtype_name(codes) != "uint8":
         raise TypeError(f"codes must be uint8 or {format.element.native_dtype} for {format}, got {bits.dtype_name(codes)}")
     expected = layout.packed_columns(columns, format.element.bits)
@@ -122,7 +123,7 @@ def check_codes(codes: Array, columns: int, format: Format) -> None:
 def check_scales(
     scales: Array, tensor_scale: Array | None, shape: Sequence[int], format: Format, origin: tuple[int, int] = (0, 0)
 ) -> None:
-    """Raises TypeError or ValueError where scales don't fit an array of `shape` in this format."""
+    """Raises TypeError or ValueError unless scales fit an array of `shape` in this format."""
     if bits.dtype_name(scales) != format.scale.dtype:
         names = " or ".join(dict.fromkeys((format.scale.dtype, format.scale.native_dtype)))
         raise TypeError(f"scales of {format} must be {names}, got {bits.dtype_name(scales)}")
@@ -141,19 +142,19 @@ def check_scales(
         )
 
 
-# ---- quantized arrays taken for values
+# ---- quantized arrays used as values
 
 
 class NoValues:
-    """Base of quantized arrays: raises TypeError for operations that need values, which codes and scales are not.
+    """Base of quantized arrays: operations that need values raise TypeError.
 
-    Equality is among it: arrays can have the same codes, or the same values. `is` and hashing go by identity.
+    Equality is one of them, because it could mean equal codes or equal values. Use `is`; hashing is by identity.
     """
 
     _hints: ClassVar[tuple[str, ...]] = ()
-    """Notes of its errors: what else gets people where they wanted, a line each."""
+    """Notes added to its errors, one line each: alternatives for the caller."""
 
-    # NumPy's operators give way to the ones below, and its functions raise.
+    # NumPy's operators defer to the methods below, and its functions raise.
     __array_ufunc__ = None
 
     def _refusal(self, what: str) -> TypeError:

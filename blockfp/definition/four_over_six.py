@@ -1,16 +1,16 @@
-"""NVFP4's choice between two scales of a block, "4-over-6" (Cook et al., arXiv 2512.02010), as TransformerEngine makes it.
+"""NVFP4's choice between two scales per block, "4-over-6" (Cook et al., arXiv 2512.02010), as in TransformerEngine.
 
-E2M1 has nothing between 4 and 6. So a block may do better with a scale that maps its amax to 4, where the elements near the
-amax find finer steps. Both scales are tried, and the one whose elements err less is taken:
+E2M1 has no values between 4 and 6. A block can have a smaller error with a scale that maps its amax to 4, because spacing is
+finer near 4. Both scales are tried, and the one with the smaller error wins:
 
     base = amax / 6 * G             s6 = E4M3(min(base, 448))   s4 = E4M3(min(base * 1.5, 448))
     enc  = min(1 / (s * Gd), fp32's largest)                    code = E2M1(x * enc)
-    err  = sum |code * s * amax of the tensor / (bound * 6) - x|       4 where err4 < err6; equal, Inf and NaN take 6
+    err  = sum |code * s * amax of the tensor / (bound * 6) - x|       s4 if err4 < err6; ties, Inf and NaN take s6
 
-G is the tensor's multiplier and Gd the tensor scale. With the bound 256 a scale of 4 is at most 384; with 448 ("_448") it
-saturates in blocks near the tensor's amax. "_mse" sums squares instead of magnitudes. Every operation is one fp32 operation,
-rounded to nearest even, from left to right. A row's errors are summed from its first element to its last; those of a block's
-16 rows as a tree: rows i and i + 8, then i + 4, i + 2, i + 1. Elements that a block lacks add nothing.
+G is the tensor's multiplier and Gd the tensor scale. With a bound of 256, a scale for 4 is at most 384; with 448 ("_448") it
+saturates in blocks near the tensor's amax. "_mse" sums squares. Every operation is one fp32 operation rounded to nearest even,
+from left to right. Errors of a row are summed from first to last; rows of a 16-row block are summed as a tree: rows i and i +
+8, then i + 4, i + 2, i + 1. Missing elements count as zero.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ def scales(
     format: Format,
     materialize: Materialize,
 ) -> Array:
-    """E4M3 bytes (int32) of the blocks' scales.
+    """Returns the E4M3 bytes (int32) of the block scales.
 
     Args:
         amax: int32 bits of the blocks' largest magnitudes, [.., row blocks, column blocks].
-        tensor_amax: int32 bits of the tensor's, one element of as many axes.
-        multiplier: bits of G (`scaling.nvfp4_multiplier`), likewise.
-        tensor_scale: bits of its reciprocal, likewise.
-        magnitude: bits of the elements' magnitudes in whole blocks, as `layout.split_blocks` lays them out, zero where there is
-            no element; NaN as it is.
+        tensor_amax: int32 bits of the tensor's amax, one element with as many axes.
+        multiplier: bits of G (`scaling.nvfp4_multiplier`), same shape.
+        tensor_scale: bits of Gd, same shape.
+        magnitude: bits of the elements' magnitudes in the layout of `layout.split_blocks`, zero for missing elements; may be
+            NaN.
         format: the format.
         materialize: see `layout.Materialize`.
     """
@@ -55,7 +55,7 @@ def scales(
     for_4 = bits.multiply(base, bits.split(xp.full_like(amax, _THREE_HALVES)))
     tried = xp.stack([xp.where(amax == 0, 0, round_to_element(*level, E4M3)) for level in (base, for_4)])
     six, four = _sums(_errors(tried, tensor_amax, tensor_scale, magnitude, format, materialize))
-    # What the codes stand for is Inf or NaN where the tensor's amax is Inf.
+    # With an infinite tensor amax, decoded values are Inf or NaN.
     takes_4 = (four < six) & (six <= bits.INFINITY) & (tensor_amax < bits.INFINITY)
     return xp.where(takes_4, tried[1], tried[0])
 
@@ -63,9 +63,9 @@ def scales(
 def _errors(
     stored: Array, tensor_amax: Array, tensor_scale: Array, magnitude: Array, format: Format, materialize: Materialize
 ) -> Array:
-    """Bits of each element's error, in the elements' layout, for each of the scales [2, .., row blocks, column blocks]."""
+    """Returns the bits of each element's error for both scales [2, .., row blocks, column blocks], in the elements' layout."""
     xp, element = array_namespace(stored), format.element
-    # With an axis for the scales: JAX can be told to add none (`jax_numpy_rank_promotion`).
+    # Add the axis of scales explicitly: JAX can be configured to reject implicit ones (`jax_numpy_rank_promotion`).
     tensor_amax, tensor_scale, magnitude = tensor_amax[None], tensor_scale[None], magnitude[None]
 
     def of_block(per_block: Array) -> Array:
@@ -73,7 +73,7 @@ def _errors(
 
     encode = of_block(materialize(scaling.clamped_reciprocal(scaled(stored, E4M3, tensor_scale))))
     code = round_to_element(*bits.multiply(bits.split(magnitude), bits.split(encode)), element)
-    # A block has few values: one for each code but 0.
+    # Decode only the few possible values of a block: one per code except 0.
     numbers = range(1, element.max_code + 1)
     codes = xp.stack([xp.full_like(stored, number) for number in numbers])
     decoded = scaled(codes, element, magnitude_bits(stored, E4M3)[None])
@@ -87,7 +87,7 @@ def _errors(
 
 
 def _sums(errors: Array) -> tuple[Array, Array]:
-    """Sums errors [2, .., row blocks, rows, column blocks, columns] over the elements of each block, for both scales."""
+    """Sums errors [2, .., row blocks, rows, column blocks, columns] per block; returns the sums of both scales."""
     rows, columns = errors.shape[-3], errors.shape[-1]
     total = errors[..., 0]
     for column in range(1, columns):
@@ -100,13 +100,10 @@ def _sums(errors: Array) -> tuple[Array, Array]:
 
 
 def members(x: Array, format: Format | str, *, origin: tuple[int, int] = (0, 0)) -> Array:
-    """The magnitudes of the elements of each block of x: what ranks exchange of blocks whose elements decide their scale.
+    """Returns the magnitudes of each block's elements, which ranks exchange if they share a block in a 4-over-6 format.
 
-    Args:
-        x, format, origin: as for `numerics.amax`.
-
-    Returns:
-        int32 fp32 bits, [*shape of the scales, elements of a block], row by row, zero where x has no element; NaN as it is.
+    x, format and origin are those of `numerics.amax`. The result is int32 fp32 bits [*shape of the scales, elements per block],
+    row by row, zero for missing elements; NaN is kept.
     """
     check_input(x)
     format = Format.parse(format)
@@ -120,7 +117,7 @@ def members(x: Array, format: Format | str, *, origin: tuple[int, int] = (0, 0))
 
 
 def members_in_blocks(members: Array, block: tuple[int, int]) -> Array:
-    """Elements that `members` gives, laid out as `layout.split_blocks` does."""
+    """Rearranges the result of `members` to the layout of `layout.split_blocks`."""
     xp = array_namespace(members)
     *grid, _ = members.shape
     axes = (*range(len(grid) - 1), len(grid), len(grid) - 1, len(grid) + 1)

@@ -1,19 +1,19 @@
-"""Matrices whose rows are sorted by group, such as the tokens of experts: each group is a tensor of its own.
+"""Matrices whose rows are sorted by group, such as the tokens of experts: each group is quantized as its own tensor.
 
-Blocks of both directions begin at a group's first row, and so do its rotation and the indices of its random bytes; it has its
-own amax, scale of the whole tensor, and key. Codes and scales of all groups lie in one array each:
+In both directions, blocks, rotations and indices of random bytes start at a group's first row. Each group has its own amax,
+tensor scale and key. All groups share one array of codes and one array of scales:
 
-    rowwise         codes [tokens, features], packed, as those of the whole x
+    rowwise         codes [tokens, features], packed, in the rows of x
                     scales of 1xb [tokens, features / b]
-    columnwise      codes [features, columns], packed: each group is filled up with rows of zeros to a multiple of 128
+    columnwise      codes [features, columns], packed: each group is padded with zero rows to a multiple of 128
                     scales of 1xb [features, columns / b]
     square blocks   scales [columns / b, features / b], columnwise [features / b, columns / b]
     a scale per row scales [tokens, 1]; columnwise [features, groups]
-    one scale       scales [groups]; of two levels tensor_scale [groups]
+    one scale       scales [groups]; with two levels tensor_scale [groups]
 
-Scales of 1x128 lie as products take them: block after block, [features / 128, tokens] and [columns / 128, features], with the
-last axis filled up to a multiple of four. `columns` is a bound that holds for any ends (`columns_for`): what no group has is
-zero here, and undefined in what kernels write. So are rows past the last end.
+Scales of 1x128 have the layout that products read: block-major, [features / 128, tokens] and [columns / 128, features], with
+the last axis padded to a multiple of four. `columns` (`columns_for`) is an upper bound for any group sizes. Unused columns, and
+rows after the last group, are zero here and undefined in the output of kernels.
 """
 
 from __future__ import annotations
@@ -32,23 +32,24 @@ from .layout import on_device_of
 from .numerics import Quantized, quantize
 
 UNIT = 128
-"""Columns of a group come in so many, so that operands of products are aligned."""
+"""Columns of a group are padded to a multiple of this, to align the operands of products."""
 
 _TILE_WORDS = 8
 
 
 def columns_for(tokens: int, groups: int) -> int:
-    """Columns of the columnwise codes: enough for any ends."""
+    """Returns the number of columns of columnwise codes, enough for any group sizes."""
     return (tokens + groups * (UNIT - 1)) // UNIT * UNIT
 
 
 def words_for(tokens: int, groups: int) -> int:
-    """Length of what the CUDA library's `group_rows` writes: ends, their counterparts along the columns, a table of tiles."""
+    """Returns the length of `group_rows`' output in the CUDA library: ends, the matching column offsets, and a table of
+    tiles."""
     return -(-2 * groups // _TILE_WORDS) * _TILE_WORDS + _TILE_WORDS * (tokens // UNIT + groups)
 
 
 class Group(NamedTuple):
-    """The place of a group: its rows begin .. end of x, its first column along the columns, and its number among the groups."""
+    """Position of a group: rows begin .. end of x, its first column in columnwise codes, and its index."""
 
     begin: int
     end: int
@@ -57,17 +58,17 @@ class Group(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """The number of its rows."""
+        """Number of rows."""
         return self.end - self.begin
 
     @property
     def end_column(self) -> int:
-        """The column behind its zeros."""
+        """First column after the group's padding."""
         return self.first_column + -(-self.rows // UNIT) * UNIT
 
 
 def groups_of(ends: Sequence[int], tokens: int) -> Iterator[Group]:
-    """Yields each group; ends that descend, or lie outside of x, count as those before them, or as x's."""
+    """Yields each group. Ends are clamped to x and to the previous end."""
     begin = column = 0
     for number, end in enumerate(ends):
         group = Group(begin, max(begin, min(end, tokens)), column, number)
@@ -76,7 +77,7 @@ def groups_of(ends: Sequence[int], tokens: int) -> Iterator[Group]:
 
 
 def shapes(shape: Sequence[int], groups: int, format: Format, *, columnwise: bool) -> list[tuple[tuple[int, ...], str]]:
-    """Shapes and dtypes of codes, scales and maybe tensor scales of x [tokens, features] in so many groups."""
+    """Returns shapes and dtypes of codes, scales and (with two levels) tensor scales of x [tokens, features]."""
     tokens, features = shape
     filled = columns_for(tokens, groups)
     lines, length = (features, filled) if columnwise else (tokens, features)
@@ -93,7 +94,7 @@ def shapes(shape: Sequence[int], groups: int, format: Format, *, columnwise: boo
 
 
 def ordered(format: Format) -> bool:
-    """True if scales lie block after block, as products take them."""
+    """Returns whether scales are block-major, the layout that products read."""
     return format.block == (1, 128)
 
 
@@ -108,16 +109,11 @@ def quantize_groups(
     multiplier: Array | None = None,
     turn: Callable[[Array], Array] = lambda x: x,
 ) -> Quantized:
-    """Quantizes each group of x by itself, and lays out the results as this module says.
+    """Quantizes each group of x separately and lays out the results as described above.
 
-    Args:
-        x: float32, float16 or bfloat16, [tokens, features].
-        ends: of the groups, ascending.
-        format: a `Format` or its name.
-        columnwise: quantizes each group transposed.
-        keys: int32 [groups, 2], of stochastic rounding.
-        eps, multiplier: as for `numerics.quantize`.
-        turn: what is done to each group before, such as `rotation.rotate`.
+    x is float32, float16 or bfloat16 [tokens, features]. `ends` ascend. `columnwise` transposes each group; `turn` is applied
+    to each group's values before quantization (a rotation). `keys` int32 [groups, 2] round stochastically; `eps` and
+    `multiplier` are those of `numerics.quantize`.
     """
     format = Format.parse(format)
     each = []
@@ -130,22 +126,17 @@ def quantize_groups(
 
 @lru_cache(maxsize=1024)
 def _zero_scale(format: Format, eps: float) -> float:
-    """The scale of a block of zeros."""
+    """Returns the scale of a block of zeros."""
     return quantize(np.zeros((1, 1), np.float32), format, eps=eps).scales.item()
 
 
 def lay_out(
     each: Sequence[Quantized], x: Array, ends: Sequence[int], format: Format, *, columnwise: bool, eps: float = 0.0
 ) -> Quantized:
-    """Lays out the groups' parts as this module says.
+    """Lays out the codes, scales and tensor scales of the groups (`each`) as described above.
 
-    Args:
-        each: codes, scales and tensor scale of each group.
-        x: what they are of, [tokens, features].
-        ends: of the groups.
-        format: of the codes.
-        columnwise: whether the parts are of the groups transposed.
-        eps: of the scales, for those of the zeros that fill up groups.
+    x [tokens, features] gives shapes and device. `columnwise` says whether `each` holds transposed groups. `eps` determines the
+    scale of the padding.
     """
     xp, place = array_namespace(x), on_device_of(x)
     found = shapes(x.shape, len(each), format, columnwise=columnwise)
@@ -168,7 +159,7 @@ def lay_out(
 
 
 def group_parts(parts: Quantized, ends: Sequence[int], tokens: int, features: int, format: Format, *, columnwise: bool):
-    """Lists the parts of each group, as `quantize` would give them, from what `lay_out` made."""
+    """Inverts `lay_out`: returns the parts of each group as `quantize` gives them."""
     each = []
     for number, group in enumerate(groups_of(ends, tokens)):
         lines, grid = _slices(group, format, columnwise)
@@ -183,7 +174,7 @@ def group_parts(parts: Quantized, ends: Sequence[int], tokens: int, features: in
 
 
 def _slices(group: Group, format: Format, columnwise: bool) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """The places of a group's codes and scales."""
+    """Returns the indices of a group's codes and of its scales."""
     rows, columns = format.block or (1, 1)
     if not columnwise:
         codes = (slice(group.begin, group.end), slice(None))
@@ -201,7 +192,7 @@ def _slices(group: Group, format: Format, columnwise: bool) -> tuple[tuple[slice
 
 
 def _filled(group: Group, format: Format, columnwise: bool) -> tuple[slice, ...]:
-    """The places of the scales of a group and of the zeros behind it."""
+    """Returns the indices of the scales of a group and its padding."""
     assert format.block is not None
     if format.per_row:
         return slice(None), slice(group.number, group.number + 1)

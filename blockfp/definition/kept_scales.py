@@ -1,26 +1,26 @@
-"""The scales of quantized values that change a little: those that they had, or those times a power of two.
+"""Scales of quantized values that change a little: the previous scales, or these times a power of two.
 
-A weight without a master is its codes. An optimizer's step dequantizes it, moves it, and rounds it back. With scales made anew
-from amaxes, every element's value would follow the largest one of its block or tensor: a code that is rounded back to where it
-was then stands for another number. So scales stay, and change by powers of two alone, by which a float's code changes exactly.
+A weight without a master copy exists only as codes. An optimizer step dequantizes it, moves it and rounds it back. If scales
+were recomputed from amaxes, the values of all elements would change with the largest one of their block or tensor. So scales
+are kept and only change by powers of two, which change the codes of a float exactly.
 
-    top  = mul(MAX, decode scale)      of a tensor scale: mul(MAX, mul(240, tensor scale))
+    top  = mul(MAX, decode scale)      for a tensor scale: mul(MAX, mul(240, tensor scale))
 
 A scale is multiplied by 2^k, with the k nearest to 0 that gives
 
     top / 4  <  new amax  <=  top
 
-Nothing saturates, so the largest elements are rounded as the others are. The window is two binades wide: in one of a single
-binade an amax near its end would change the scale back and forth, and each way up costs the codes that become subnormal a
-rounding. (Of E2M1 these are two of six; all codes of INT8 are such.)
+Nothing saturates, so the largest elements are rounded like all others. The window spans two binades. With a single binade, an
+amax near its edge would move the scale up and down repeatedly, and each increase rounds the codes that become subnormal (two of
+E2M1's six, all of INT8's).
 
-An amax that is 0 or infinite leaves the scale as it is. A scale that is 0, NaN, infinite or negative counts as 1. fp32 scales
-don't become subnormal, E8M0 scales stay within 0..254. Of two levels the tensor's scale comes first. A block's E4M3 scale S
-then becomes S * 2^(its k - the tensor's k), so that the product of both changes by the block's k alone. Where S would lose a
-bit below 2^-9, it becomes as much larger as it must to lose none. No S has to be above 448: 240 is E4M3's largest significand
-in its last binade that has all of them.
+A zero or infinite amax keeps the scale. A scale that is 0, NaN, infinite or negative counts as 1. fp32 scales don't become
+subnormal, and E8M0 scales stay within 0..254. With two levels, the tensor scale is updated first; a block's E4M3 scale S then
+becomes S * 2^(its k - the tensor's k), so that the product of both changes by the block's k. If S would lose a bit below 2^-9,
+it is raised as far as needed to lose none. S never has to exceed 448: 240 is E4M3's largest significand in the last binade that
+holds all significands.
 
-This is a function of the old scale and the new amax, which ranks that share a block or a tensor know alike.
+The result depends only on the old scale and the new amax, so ranks that share a block or a tensor agree.
 """
 
 from __future__ import annotations
@@ -33,21 +33,18 @@ from .bits import Array
 from .scaling import magnitude_bits
 
 _HIGHEST_SCALE = bits.constant_bits(240.0)
-# An E4M3 number is an integer times 2^-9, its smallest one; the exponent of the largest is 17.
+# An E4M3 number is an integer times 2^-9, its smallest value; the largest integer has exponent 17.
 _ONE, _HIGHEST, _MOST = 512, 17, 448 * 512
 
 
 def scales(
     stored: Array, tensor_scale: Array | None, amax: Array, tensor_amax: Array | None, format: Format
 ) -> tuple[Array, Array | None]:
-    """Scales for new amaxes: int32 of the stored bytes or fp32 bits, and of two levels bits of the tensor scale, of shape ().
+    """Returns the scales for new amaxes as int32 (bytes or fp32 bits) and, with two levels, the tensor scale's bits of shape
+    ().
 
-    Args:
-        stored: the scales as they are kept with codes.
-        tensor_scale: float32, of formats of two levels.
-        amax: int32 bits of the blocks' largest magnitudes, as `numerics.amax` gives them.
-        tensor_amax: int32 bits of the tensor's, of formats of two levels.
-        format: the format.
+    `stored` and `tensor_scale` (float32) are the present scales. `amax` holds the int32 bits of the blocks' largest magnitudes
+    (from `numerics.amax`), `tensor_amax` the tensor's.
     """
     xp, element = array_namespace(stored), format.element
     if format.scale.dtype == "float32":
@@ -79,7 +76,7 @@ def scales(
 
 
 def _fp32_scale(pattern: Array, amax: Array, element: ElementFormat, *, under: int = bits.ONE) -> Array:
-    """fp32 bits of the new scale; `under`: of two levels the block scale that amax may need, as fp32 bits."""
+    """Returns the fp32 bits of the new scale; `under` holds the fp32 bits of the largest block scale below a tensor scale."""
     xp = array_namespace(pattern)
     pattern = _usable(pattern)
     significand, exponent = bits.split(pattern)
@@ -100,29 +97,29 @@ def _times(number: tuple[Array, Array], constant: float) -> tuple[Array, Array]:
 
 
 def _k(top: tuple[Array, Array], amax: Array) -> Array:
-    """The power of two that brings `top` to amax, below four times as much."""
+    """Returns the exponent k nearest to 0 for which top * 2^k / 4 < amax <= top * 2^k."""
     xp = array_namespace(amax)
     significand, exponent = bits.split(amax)
-    # top * 2^needed is the smallest that isn't below amax.
+    # top * 2^needed is the smallest such product that is at least amax.
     needed = exponent - top[1] + xp.astype(significand > top[0], xp.int32)
     return xp.where((amax == 0) | (amax == bits.INFINITY), 0, xp.where(needed < 0, bits.at_most(needed + 1, 0), needed))
 
 
 def _exponent(integer: Array) -> Array:
-    """floor(log2) of integers of 1 to 2^24."""
+    """Returns floor(log2) of integers from 1 to 2^24."""
     xp = array_namespace(integer)
     return (xp.astype(integer, xp.float32).view(xp.int32) >> 23) - 127
 
 
 def _integer_of(code: Array) -> Array:
-    """An E4M3 number, positive and not NaN, in units of 2^-9."""
+    """Converts a non-negative E4M3 code (not NaN) to an integer in units of 2^-9."""
     xp = array_namespace(code)
     field, mantissa = code >> 3, code & 7
     return xp.where(field == 0, mantissa, (8 + mantissa) << bits.at_least(field - 1, 0))
 
 
 def _code_of(integer: Array) -> Array:
-    """The E4M3 code of such an integer, which has no more than four significant bits."""
+    """Converts an integer with at most four significant bits, in units of 2^-9, to its E4M3 code."""
     xp = array_namespace(integer)
     exponent = _exponent(integer)
     normal = ((exponent - 2) << 3) | ((integer >> bits.at_least(exponent - 3, 0)) & 7)

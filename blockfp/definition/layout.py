@@ -1,8 +1,8 @@
-"""The layout of codes and scales: shapes, blocks, packing, and the scale layouts that matrix products want.
+"""Layout of codes and scales: shapes, blocks, packing, and the order of scales that matrix products read.
 
-The last two axes of an array are the matrix. Codes keep its shape, packed along the last axis; scales are compact, one per
-block, row-major. `origin` is the (row, column) of an array's first element in the unsharded matrix: blocks are counted
-from the unsharded matrix's start, so a shard's first block may be the rest of one that began on another rank.
+The last two axes of an array are the matrix. Codes keep its shape and are packed along the last axis; scales have one entry per
+block, row-major. `origin` is the (row, column) of an array's first element in the unsharded matrix. Blocks are counted from the
+start of the unsharded matrix, so a shard's first block may have begun on another rank.
 """
 
 from __future__ import annotations
@@ -20,22 +20,25 @@ from .bits import Array
 Length = TypeVar("Length", int, np.ndarray)
 
 Materialize = Callable[[Array], Array]
-"""A function that returns its argument and makes a compiler store it. Values per block, random words and codes to be packed are
-used many times: a compiler that fuses everything into one loop would work them out anew at each use."""
+"""A function that returns its argument and makes a compiler store it.
+
+Scales per block, random words and unpacked codes are used many times. A compiler that fuses everything into one loop would
+recompute them at each use.
+"""
 
 
 def as_stored(x: Array) -> Array:
-    """Returns x: libraries that carry out one operation after another store everything anyway."""
+    """Returns x unchanged, for libraries that store every result anyway."""
     return x
 
 
 def codes_shape(shape: Sequence[int], format: Format) -> tuple[int, ...]:
-    """Shape of the stored codes (bytes) of an array of `shape`."""
+    """Returns the shape in bytes of the stored codes of an array of `shape`."""
     return (*shape[:-1], packed_columns(shape[-1], format.element.bits))
 
 
 def scales_shape(shape: Sequence[int], format: Format, origin: tuple[int, int] = (0, 0)) -> tuple[int, ...]:
-    """Shape of the stored scales of an array of `shape` whose first element lies at `origin`."""
+    """Returns the shape of the stored scales of an array of `shape` whose first element is at `origin`."""
     if format.block is None:
         return (1,) * len(shape)
     if format.per_row and shape[-1] > WHOLE_ROW:
@@ -46,10 +49,9 @@ def scales_shape(shape: Sequence[int], format: Format, origin: tuple[int, int] =
 
 @lru_cache(maxsize=4096)
 def parts(shape: tuple[int, ...], format: Format, origin: tuple[int, int] = (0, 0)) -> tuple[tuple[tuple[int, ...], str], ...]:
-    """Shapes and dtypes of an array's codes, scales and, in formats with two levels, tensor scale.
+    """Returns shapes and dtypes of codes, scales and (with two levels) tensor scale.
 
-    Raises:
-        TypeError: a length that a compiler leaves open, which has no hash; `parts.__wrapped__` takes it.
+    Raises TypeError for a symbolic length of a compiler, which has no hash; call `parts.__wrapped__` then.
     """
     codes = (codes_shape(shape, format), "uint8")
     scales = (scales_shape(shape, format, origin), format.scale.dtype)
@@ -57,21 +59,21 @@ def parts(shape: tuple[int, ...], format: Format, origin: tuple[int, int] = (0, 
 
 
 def block_grid(size: int, block: int, origin: int = 0) -> int:
-    """Number of blocks of length `block`, counted from 0, that the elements origin .. origin + size touch."""
+    """Returns how many blocks of length `block`, counted from 0, the elements origin .. origin + size touch."""
     return 0 if size == 0 else -(-(origin % block + size) // block)
 
 
 def packed_columns(columns: Length, bits: int) -> Length:
-    """Bytes in a row of `columns` codes of `bits` bits: 4-bit codes in pairs, 6-bit codes in fours."""
+    """Returns the bytes of a row of `columns` codes of `bits` bits: 4-bit codes in pairs, 6-bit codes in fours."""
     if bits == 8:
         return columns
     return -(-columns // 2) if bits == 4 else 3 * -(-columns // 4)
 
 
 def split_blocks(x: Array, block: tuple[int, int], origin: tuple[int, int] = (0, 0)) -> Array:
-    """Reshapes [..., rows, columns] to [..., row blocks, block rows, column blocks, block columns], filled up with zeros.
+    """Reshapes [..., rows, columns] to [..., row blocks, block rows, column blocks, block columns], padded with zeros.
 
-    A block that is a whole row is as long as x's rows, wherever in theirs they begin.
+    A block that is a whole row gets the length of x's rows, wherever the row was sharded.
     """
     *leading, rows, columns = x.shape
     if block[1] == WHOLE_ROW:
@@ -84,7 +86,7 @@ def split_blocks(x: Array, block: tuple[int, int], origin: tuple[int, int] = (0,
 
 
 def join_blocks(x: Array, shape: Sequence[int], origin: tuple[int, int] = (0, 0)) -> Array:
-    """The inverse of `split_blocks`: an array of `shape`."""
+    """Inverts `split_blocks`: returns an array of `shape`."""
     *leading, row_blocks, block_rows, column_blocks, block_columns = x.shape
     x = x.reshape((*leading, row_blocks * block_rows, column_blocks * block_columns))
     row, column = origin[0] % block_rows, origin[1] % block_columns
@@ -105,14 +107,15 @@ def _pad(x: Array, before: int, after: int, axis: int) -> Array:
 
 
 def on_device_of(x: Array) -> dict[str, Any]:
-    """Keyword that creates an array on x's device. Torch must be told; JAX places it itself, under a trace too."""
+    """Returns the keyword that creates an array on x's device. Only torch needs it; JAX places arrays itself, also in a
+    trace."""
     return {"device": x.device} if is_torch_array(x) else {}
 
 
 def pack(codes: Array, bits: int) -> Array:
-    """Packs codes, one a byte along the last axis, into bytes, filled up with zero codes.
+    """Packs codes (one per byte) along the last axis, padded with zero codes.
 
-    Two 4-bit codes a byte, low nibble first. Four 6-bit codes in three bytes, the first in the low bits.
+    Two 4-bit codes per byte, low nibble first. Four 6-bit codes in three bytes, the first in the low bits.
     """
     if bits == 8:
         return codes
@@ -127,7 +130,7 @@ def pack(codes: Array, bits: int) -> Array:
 
 
 def unpack(packed: Array, bits: int, columns: int) -> Array:
-    """The inverse of `pack`: uint8 codes of a row of `columns`, one a byte."""
+    """Inverts `pack`: returns rows of `columns` uint8 codes, one per byte."""
     if bits == 8:
         return packed
     xp = array_namespace(packed)
@@ -142,29 +145,24 @@ def unpack(packed: Array, bits: int, columns: int) -> Array:
 
 
 def _groups(x: Array, size: int) -> Array:
-    """Reshapes [..., n] to [..., ceil(n / size), size], filled up with zeros."""
+    """Reshapes [..., n] to [..., ceil(n / size), size], padded with zeros."""
     groups = -(-x.shape[-1] // size)
     x = _pad(x, 0, groups * size - x.shape[-1], -1)
     return x.reshape((*x.shape[:-1], groups, size))
 
 
 def pad_scales(scales: Array, rows: int = 128, columns: int = 4) -> Array:
-    """Pads [..., m, n] scales with zeros to multiples of `rows` and `columns`."""
+    """Pads scales [..., m, n] with zeros to multiples of `rows` and `columns`."""
     m, n = scales.shape[-2:]
     return _pad(_pad(scales, 0, -m % rows, -2), 0, -n % columns, -1)
 
 
 def interleave_scales(scales: Array) -> Array:
-    """One-byte scales in the order that block-scaled tensor-core products read: tiles of 128 rows by 4 scales.
+    """Arranges one-byte scales [..., m, n] in tiles of 128 rows by 4 scales, as block-scaled tensor-core products read them.
 
     Scale (i, j) of the matrix padded to [128 a, 4 b] goes to byte
     ((i // 128) * b + j // 4) * 512 + (i % 32) * 16 + ((i % 128) // 32) * 4 + j % 4 (cuBLAS, "1D block scaling factors").
-
-    Args:
-        scales: uint8 [..., m, n], one scale for each row of the operand (see `repeat_scales`).
-
-    Returns:
-        uint8 [..., 512 * a * b].
+    The input has one scale per row of the operand (see `repeat_scales`); the result is uint8 [..., 512 * a * b].
     """
     xp = array_namespace(scales)
     padded = pad_scales(scales)
@@ -174,7 +172,7 @@ def interleave_scales(scales: Array) -> Array:
 
 
 def deinterleave_scales(interleaved: Array, shape: tuple[int, int]) -> Array:
-    """The inverse of `interleave_scales`: [..., m, n] for `shape` (m, n), padding removed."""
+    """Inverts `interleave_scales`: returns [..., m, n] for `shape` (m, n) without padding."""
     xp = array_namespace(interleaved)
     m, n = (-(-size // unit) * unit for size, unit in zip(shape, (128, 4), strict=True))
     tiles = interleaved.reshape((*interleaved.shape[:-1], m // 128, n // 4, 32, 4, 4))
@@ -188,11 +186,11 @@ def _permute(xp, x: Array, last_axes: tuple[int, ...]) -> Array:
 
 
 def repeat_scales(scales: Array, block_rows: int, rows: int) -> Array:
-    """Scales of square blocks, [..., ceil(rows / block_rows), n], repeated for each row: [..., rows, n]."""
+    """Repeats scales of square blocks [..., ceil(rows / block_rows), n] for each row: [..., rows, n]."""
     xp = array_namespace(scales)
     return xp.repeat(scales, block_rows, axis=-2)[..., :rows, :]
 
 
 def swap_matrix(x: Array) -> Array:
-    """x with its last two axes swapped."""
+    """Returns x with its last two axes swapped."""
     return _permute(array_namespace(x), x, (1, 0))

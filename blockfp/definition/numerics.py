@@ -1,15 +1,15 @@
-"""Quantize and dequantize: the definition, written once over an array namespace.
+"""Quantize and dequantize: the definition, written once for every array library.
 
-NumPy, PyTorch and JAX arrays go through the same lines, eager, jitted or compiled, and give the same bits. Kernels are held
-against this module. It works in three steps, which callers that share blocks across devices take apart:
+NumPy, PyTorch and JAX run the same lines, eagerly or compiled, and get the same bits. Kernels are tested against this module.
+Quantization has three steps, which callers that share blocks across devices run separately:
 
-    amax(x)             the largest magnitude of each block, as integers that an integer maximum reduces over ranks
+    amax(x)             the largest magnitude of each block, as integers that ranks reduce by an integer maximum
     quantize(.., amax)  scales from amaxes, then codes
-    encode(x, scales)   codes for scales that are already there
+    encode(x, scales)   codes for existing scales
 
-`requantize` is for weights that have no master: their scales go on from those that they had (`kept_scales`).
+`requantize` updates weights without a master: their scales continue from the previous ones (`kept_scales`).
 
-Rowwise is along the last axis. Columnwise is `quantize` of the transposed array: there is no second path.
+Rowwise means along the last axis. Columnwise quantization is `quantize` of the transposed array.
 """
 
 from __future__ import annotations
@@ -30,12 +30,10 @@ Origin = tuple[int, int]
 
 
 class Quantized(NamedTuple):
-    """Codes and scales as they are stored.
+    """Codes and scales in their stored form (`layout.codes_shape`, `layout.scales_shape`).
 
-    Attributes:
-        codes: uint8, the array's shape, packed along the last axis (`layout.codes_shape`).
-        scales: uint8 or float32, one for each block (`layout.scales_shape`).
-        tensor_scale: float32, shape (), for two-level formats; else None.
+    Codes are uint8, packed along the last axis; scales are uint8 or float32, one per block. `tensor_scale` is float32 of shape
+    () for formats with two levels, else None.
     """
 
     codes: Array
@@ -44,13 +42,13 @@ class Quantized(NamedTuple):
 
 
 class Amax(NamedTuple):
-    """Largest magnitudes, ready to be reduced over ranks by an elementwise integer maximum of every field.
+    """Largest magnitudes. Ranks reduce every field by an elementwise integer maximum.
 
     Attributes:
-        blocks: int32 fp32 bits, the shape of the scales; NaN ignored.
-        nan: int32, 1 where the block holds a NaN; None where the element format has a NaN of its own.
-        tensor: int32 fp32 bits, shape (), for two-level formats; else None.
-        members: of `four_over_six.members`, where elements that decide a block's scale are on other ranks; else None.
+        blocks: int32 fp32 bits in the shape of the scales; NaN ignored.
+        nan: int32, 1 if the block holds a NaN; None if the element format has a NaN code.
+        tensor: int32 fp32 bits of shape () for formats with two levels, else None.
+        members: from `four_over_six.members` if other ranks hold elements that decide a block's scale, else None.
     """
 
     blocks: Array
@@ -62,16 +60,14 @@ class Amax(NamedTuple):
 class _Scales(NamedTuple):
     stored: Array  # int32: the stored bytes, or fp32 bits
     tensor: Array | None  # int32 bits of tensor_scale
-    multiplier: Array  # int32: fp32 bits of what x is multiplied with, or for E8M0 the exponent to subtract
+    multiplier: Array  # int32: fp32 bits of x's multiplier, or for E8M0 the exponent to subtract
 
 
 def amax(x: Array, format: Format | str, *, origin: Origin = (0, 0)) -> Amax:
-    """The largest magnitude of each block of x, NaN ignored.
+    """Returns the largest magnitude of each block of x, ignoring NaN.
 
-    Args:
-        x: float32, float16 or bfloat16, [..., rows, columns].
-        format: the format whose blocks to use.
-        origin: (row, column) of x's first element in the unsharded matrix.
+    x is float32, float16 or bfloat16 [..., rows, columns]; `origin` is the (row, column) of its first element in the unsharded
+    matrix.
     """
     check_input(x)
     format = Format.parse(format)
@@ -95,7 +91,7 @@ def _amax(pattern: Array, format: Format, origin: Origin) -> Amax:
 
 
 def check_members(amax: Amax, format: Format) -> None:
-    """Raises ValueError where an amax has members that don't fit its blocks, or a format that doesn't ask for any."""
+    """Raises ValueError for members that don't fit the blocks, or that the format doesn't use."""
     if amax.members is None:
         return
     if not format.scale.four_over_six:
@@ -107,7 +103,7 @@ def check_members(amax: Amax, format: Format) -> None:
 
 
 def _largest(x: Array, axes: tuple[int, ...]) -> Array:
-    """Maximum over axes, 0 where there is nothing to compare."""
+    """Returns the maximum over axes, 0 for empty arrays."""
     xp = array_namespace(x)
     if 0 not in x.shape:
         return xp.max(x, axis=axes)
@@ -136,20 +132,16 @@ def quantize(
         x: float32, float16 or bfloat16, [..., rows, columns].
         format: a `Format` or its name.
         key: None rounds to nearest even; a seed or two uint32 words round stochastically.
-        eps: amaxes are lifted to it before they become scales (FP8 per tensor and FP8 blocks only).
-        nominal: name of the dtype whose largest finite value replaces an infinite FP8 block multiplier; x's own by default.
-        origin: (row, column) of x's first element in the unsharded matrix. Blocks are counted from there, and so is the
-            random index. A row or column known only at run time must lie on a block boundary.
-        shape: (rows, columns) of the unsharded matrix, for the random index; by default it ends where x ends.
-        amax: amaxes of these blocks, already reduced over the ranks that share them; computed from x by default.
-        multiplier: float32 with one element, positive and finite: what delayed scaling multiplies x with, in a format with one
-            scale per tensor, whatever the amax. The stored scale is its reciprocal.
-        materialize: how a compiler is told what to work out only once; see `layout.Materialize`.
-        width: random bytes that an element is rounded with where there is a key (`rounding.NARROW` or `WIDE`).
-
-    Raises:
-        TypeError: x's dtype is not supported.
-        ValueError: x has fewer than two axes, or the format, key or another argument is not valid.
+        eps: lower bound of amaxes, before scales are computed (formats with fp32 scales only).
+        nominal: dtype whose largest finite value replaces an infinite multiplier of FP8 blocks; x's own by default.
+        origin: (row, column) of x's first element in the unsharded matrix, the start of blocks and random indices. A row or
+            column known only at run time must be on a block boundary.
+        shape: (rows, columns) of the unsharded matrix, for random indices; by default it ends where x ends.
+        amax: the blocks' amaxes, already reduced over the ranks that share them; computed from x by default.
+        multiplier: delayed scaling's factor for x, instead of an amax: one positive float32, for one scale per tensor. The
+            stored scale is its reciprocal.
+        materialize: see `layout.Materialize`.
+        width: random bytes per element (`rounding.NARROW` or `WIDE`).
     """
     check_input(x)
     format = Format.parse(format)
@@ -171,7 +163,7 @@ def quantize(
 
 
 def _as_stored(stored: Array, tensor: Array | None, amax: Amax, format: Format) -> tuple[Array, Array | None]:
-    """Scales and tensor scale as they are kept with the codes: the scale of a block with a NaN says so, if no code can."""
+    """Converts scales to their stored form; if the element has no NaN code, the scale of a block with a NaN becomes NaN."""
     xp = array_namespace(stored)
     if amax.nan is not None:
         stored = xp.where(amax.nan > 0, format.scale.nan_code, stored)
@@ -180,14 +172,14 @@ def _as_stored(stored: Array, tensor: Array | None, amax: Amax, format: Format) 
 
 
 def _delayed(multiplier: Array, format: Format, amax: Amax | None) -> Array:
-    """fp32 bits of a multiplier that is given instead of an amax."""
+    """Returns the fp32 bits of a given multiplier; raises ValueError unless it can replace the amax."""
     if not format.per_tensor or amax is not None:
         raise ValueError(f"multiplier is for formats with one scale per tensor and stands instead of amax, got {format}")
     return bits.from_float(multiplier)
 
 
 def _phase(format: Format, origin: Origin) -> Origin:
-    """Position of x's first element in its block; an origin known only at run time is taken to be aligned."""
+    """Returns the position of x's first element in its block; an origin known only at run time counts as aligned."""
     block = format.block or (1, 1)
     row, column = (o % b if isinstance(o, int) else 0 for o, b in zip(origin, block, strict=True))
     return row, 0 if format.per_row else column
@@ -234,17 +226,11 @@ def encode(
     materialize: Materialize = as_stored,
     width: int = NARROW,
 ) -> Array:
-    """Codes of x for scales that are already there, such as those that a route through high precision carries along.
+    """Returns the codes of x for existing scales, such as the scales kept while values pass through high precision.
 
-    Encoding what was dequantized to fp32, with its own scales, gives its codes back wherever a value tells its code: not
-    where the scale is NaN or zero, nor for values beyond fp32 (the largest inputs may round up to 2^128).
-
-    Args:
-        x: float32, float16 or bfloat16, [..., rows, columns].
-        format: a `Format` or its name.
-        scales: stored (decode) scales of x's blocks.
-        tensor_scale: float32, shape (), for two-level formats.
-        key, origin, shape, materialize, width: as for `quantize`.
+    Dequantizing to fp32 and encoding with the same scales gives the same codes, unless the scale is NaN or zero or a value
+    overflows fp32 (the largest inputs can round up to 2^128). `scales` and `tensor_scale` are stored (decode) scales of x's
+    blocks; the other arguments are those of `quantize`.
     """
     check_input(x)
     format = Format.parse(format)
@@ -271,17 +257,11 @@ def requantize(
     amax: Amax | None = None,
     materialize: Materialize = as_stored,
 ) -> Quantized:
-    """Quantizes what has become of quantized values: with the scales that they had, or those times a power of two.
+    """Quantizes an update of quantized values with their previous scales, or these times a power of two (see `kept_scales`).
 
-    So a value that hasn't changed keeps its value, whatever has become of its block's or tensor's amax, up to codes that are
-    subnormal under the new scale. Rounding at random takes two bytes an element (`rounding.WIDE`). `kept_scales` has the rule.
-
-    Args:
-        x: float32, float16 or bfloat16, [..., rows, columns].
-        format: a `Format` or its name.
-        scales: stored (decode) scales that x's blocks had.
-        tensor_scale: that of the array, for two-level formats.
-        key, origin, shape, amax, materialize: as for `quantize`. `amax` has no use for members.
+    Values that didn't change stay the same, even if their block's or tensor's amax changed, except for codes that become
+    subnormal. Stochastic rounding takes two bytes per element (`rounding.WIDE`). `scales` and `tensor_scale` are the stored
+    scales before the update; the other arguments are those of `quantize`, and members of `amax` are ignored.
     """
     check_input(x)
     format = Format.parse(format)
@@ -345,7 +325,7 @@ def element_bytes(
     materialize: Materialize = as_stored,
     width: int = NARROW,
 ) -> Array:
-    """The random bytes of each element, counted in the unsharded array, as int32 of the pattern's shape; see `quantize`."""
+    """Returns the random bytes of each element, indexed in the unsharded array, as int32 in the pattern's shape."""
     xp = array_namespace(pattern)
     *leading, rows, columns = pattern.shape
     total_rows, total_columns = shape or (origin[0] + rows, origin[1] + columns)
@@ -369,17 +349,9 @@ def dequantize(
     origin: Origin = (0, 0),
     materialize: Materialize = as_stored,
 ) -> Array:
-    """The values of codes and scales: code times decode scale rounded once to fp32, then once to `dtype`.
+    """Returns the values in `dtype`: code times decode scale, rounded once to fp32 and once to float16 or bfloat16.
 
-    Args:
-        codes: uint8, packed along the last axis.
-        scales: uint8 or float32, one for each block.
-        tensor_scale: float32, shape (), for two-level formats; else None.
-        format: a `Format` or its name.
-        dtype: "float32", "float16" or "bfloat16".
-        columns: length of the last axis, which packing hides.
-        origin: (row, column) of the first element in the unsharded matrix.
-        materialize: as for `quantize`.
+    `columns` is the length of the last axis; the other arguments are those of `Quantized` and `quantize`.
     """
     format = Format.parse(format)
     check_output_dtype(dtype)
@@ -403,7 +375,7 @@ def dequantize(
 
 
 def _decode_scale(scales: Array, tensor_scale: Array | None, format: Format) -> Array:
-    """fp32 bits of the decode scale of each block."""
+    """Returns the fp32 bits of each block's decode scale."""
     xp = array_namespace(scales)
     if format.scale.dtype == "float32":
         return scales.view(xp.int32)
@@ -414,16 +386,9 @@ def _decode_scale(scales: Array, tensor_scale: Array | None, format: Format) -> 
 
 
 def transpose(codes: Array, scales: Array, format: Format | str, *, columns: int) -> tuple[Array, Array]:
-    """Codes and scales of the transposed matrix, exactly: only for square blocks and one scale per tensor.
+    """Returns codes and scales of the transposed matrix, which is exact for square blocks and for one scale per tensor.
 
-    Args:
-        codes: uint8 [..., rows, bytes].
-        scales: scales of the same array.
-        format: a `Format` or its name.
-        columns: length of the last axis.
-
-    Raises:
-        ValueError: the format's blocks are not square, so no transpose of its codes is exact.
+    `columns` is the length of the last axis. Raises ValueError for other formats.
     """
     format = Format.parse(format)
     check_square(format)

@@ -1,15 +1,14 @@
-"""Oscillation of quantized weights: how it is counted, and OsciReset, which ends it. Written once over an array namespace.
+"""Oscillation of quantized weights: two measures, and OsciReset, which stops it. Runs on any array library.
 
-A master weight near the edge between two codes is carried over it and back by small steps, and its code flips each time. Two
-measures of that are in use:
+Small steps can move a master weight back and forth across the edge between two codes, flipping its code each time. Two measures
+are in use:
 
-- the frequency of flips (Nagel et al. 2022, "Overcoming Oscillations in Quantization-Aware Training", arXiv 2203.11086): a
-  change of the code against the direction of its last change is a flip, and a running mean of flips is their frequency;
-- the ratio of the path of the quantized weight to that of its master over a window of steps (TetraJet-v2, arXiv 2510.27527):
-  where it is large, the weight's value moves far more than what it is made from.
+- The frequency of flips (Nagel et al. 2022, "Overcoming Oscillations in Quantization-Aware Training", arXiv 2203.11086). A flip
+  is a code change against the direction of the code's last change; the frequency is the running mean of flips.
+- The ratio of the quantized weight's path to its master's path over a window of steps (TetraJet-v2, arXiv 2510.27527). A large
+  ratio means that the quantized value moves far more than its master.
 
-OsciReset sets the master of such a weight to the quantized weight's value, the centre of its bin, from where small steps no
-longer reach an edge.
+OsciReset sets such a master to the quantized value, the centre of its bin, where small steps no longer reach an edge.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from .bits import Array
 
 
 class OsciReset(NamedTuple):
-    """Settings of OsciReset; the defaults are those of TetraJet-v2's published runs.
+    """Settings of OsciReset; the defaults are from TetraJet-v2's published runs.
 
-    Of each `period` steps after step `start` the first `window` are measured. Behind the last of these, masters are reset whose
-    quantized weight's path is at least `threshold` times their own.
+    After step `start`, the first `window` steps of each `period` are measured. After the last one, OsciReset resets each master
+    whose quantized weight's path is at least `threshold` times as long as its own.
 
     Attributes:
         period: steps from one window to the next.
         window: steps of a window, at most `period`.
-        threshold: the least ratio of the paths.
-        start: steps before the first period (the published runs take about half of all steps).
+        threshold: the smallest ratio of paths that is reset.
+        start: steps before the first period (the published runs use about half of all steps).
     """
 
     period: int = 200
@@ -43,12 +42,8 @@ class OsciReset(NamedTuple):
 
 
 def check_settings(settings: Any) -> OsciReset:
-    """Returns settings as an `OsciReset`, which may be given as a tuple.
-
-    Raises:
-        TypeError: they are none.
-        ValueError: a setting that means nothing.
-    """
+    """Returns settings as an `OsciReset`; they may be a tuple. Raises TypeError for other types, ValueError for invalid
+    values."""
     if not isinstance(settings, tuple | list) or len(settings) != len(OsciReset._fields):
         raise TypeError(f"osci_reset must be None or an OsciReset, got {settings!r}")
     made = OsciReset(*settings)
@@ -64,11 +59,9 @@ def check_settings(settings: Any) -> OsciReset:
 
 
 def place(step: Any, settings: OsciReset) -> Any:
-    """Returns the number of a step in its period: 1 begins a window, `window` ends it; 0 or less before the first.
+    """Returns a step's number in its period: 1 starts the window and `window` ends it; 0 or less before the first period.
 
-    Args:
-        step: its number, from 1; an integer, or an array of integers.
-        settings: those of OsciReset.
+    `step` counts from 1; it is an integer or an integer array.
     """
     after = step - settings.start
     if isinstance(after, int):
@@ -78,12 +71,7 @@ def place(step: Any, settings: OsciReset) -> Any:
 
 
 def lengthen(path: Array, before: Array, after: Array, begins: Any) -> Array:
-    """Returns a path's length after a step: that before it and |after - before|; 0 where a window begins.
-
-    Args:
-        path, before, after: float32, of one shape: the length, and values before and behind the step.
-        begins: whether the step is a window's first.
-    """
+    """Adds |after - before| to a path's length, or returns it alone if this step `begins` a window. Arrays are float32."""
     xp = array_namespace(path)
     travelled = xp.abs(after - before)
     if isinstance(begins, bool):
@@ -92,17 +80,12 @@ def lengthen(path: Array, before: Array, after: Array, begins: Any) -> Array:
 
 
 def oscillates(master_path: Array, quantized_path: Array, threshold: float) -> Array:
-    """Returns which weights are reset: their master moved, and the quantized weight at least `threshold` times as far."""
+    """Returns which weights to reset: the master moved, and the quantized weight at least `threshold` times as far."""
     return (master_path > 0) & (quantized_path >= master_path * threshold)
 
 
 def ordinals(codes: Array, element: ElementFormat) -> Array:
-    """Returns the places of codes in the order of their values, int32: 0 for zero of either sign, neighbours differ by 1.
-
-    Args:
-        codes: unpacked, one a byte.
-        element: what they are codes of.
-    """
+    """Returns the rank of each unpacked code in the order of values, int32: 0 for both zeros, neighbours differ by 1."""
     xp = array_namespace(codes)
     code, sign = xp.astype(codes, xp.int32), 1 << (element.bits - 1)
     if element.signed == "complement":
@@ -112,14 +95,10 @@ def ordinals(codes: Array, element: ElementFormat) -> Array:
 
 
 def flips(before: Array, now: Array, direction: Array) -> tuple[Array, Array]:
-    """Tells which codes flipped in a step.
+    """Returns which codes flipped in a step, and the new directions.
 
-    Args:
-        before, now: `ordinals` before and behind it.
-        direction: the direction of each code's last change: 1, -1, or 0 where it hasn't changed yet.
-
-    Returns:
-        Which flipped: they changed against that direction; and the new directions, of the dtype of the old.
+    `before` and `now` are `ordinals`. `direction` is the sign of each code's last change, 0 if it never changed. A flip is a
+    change against it.
     """
     xp = array_namespace(now)
     moved = xp.astype(xp.sign(now - before), direction.dtype)
@@ -127,6 +106,6 @@ def flips(before: Array, now: Array, direction: Array) -> tuple[Array, Array]:
 
 
 def frequency(before: Array, flipped: Array, momentum: float) -> Array:
-    """Returns the running mean of flips: momentum * flipped + (1 - momentum) * before, float32."""
+    """Returns the running mean of flips, momentum * flipped + (1 - momentum) * before, float32."""
     xp = array_namespace(before)
     return xp.astype(flipped, xp.float32) * momentum + before * (1 - momentum)

@@ -1,14 +1,14 @@
-"""`Recipe`, which format, rounding and rotation each operand of a linear layer's three products gets; `recipes` names some.
+"""`Recipe`: the format, rounding and rotation of each operand of a linear layer's three products.
 
-A product contracts one axis of each operand, and scales run along it. Rowwise is along the last axis, columnwise along
-the rows:
+A product contracts one axis of each operand, and scales run along this axis: rowwise along the last axis, columnwise along the
+rows.
 
     forward   y  = x w^T    input rowwise,        weight rowwise
     dgrad     dx = g w      gradient rowwise,     weight columnwise
     wgrad     dw = g^T x    gradient columnwise,  input columnwise
 
-A `Recipe` is a value: equal recipes are the same recipe, and it holds no state. Amax history, scales and random keys are
-arguments and results of functions.
+A `Recipe` is a value without state: equal recipes are interchangeable. Functions take and return amax histories, scales and
+random keys.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Cast:
 
     Attributes:
         format: a `Format` (or its name); None keeps the operand in high precision.
-        stochastic: round stochastically, with a key given at the point of use.
-        rotate: apply the random Hadamard transform along the contraction axis first. Both operands of the product must.
+        stochastic: round stochastically, with a key that the caller provides.
+        rotate: apply the random Hadamard transform along the contracted axis first. Both operands of a product must agree.
     """
 
     format: Format | None
@@ -65,7 +65,7 @@ HIGH_PRECISION = Cast(None)
 
 @dataclass(frozen=True)
 class Delayed:
-    """Options of delayed scaling (activations and gradients; a quantized weight always has its own current amax).
+    """Options of delayed scaling for activations and gradients; a quantized weight always uses its current amax.
 
     Attributes:
         history: steps of amax history kept.
@@ -94,19 +94,19 @@ class Recipe:
     """Casts of the three operands in both directions, and how products accumulate.
 
     Attributes:
-        name: what it is called in tables and messages.
+        name: the recipe's name in tables and messages.
         input, weight, gradient: the rowwise casts.
         input_columnwise, weight_columnwise, gradient_columnwise: the columnwise casts.
         delayed: options of delayed scaling, or None for scales from the current amax.
-        eps: lifts the amaxes of inputs and gradients in FP8 with fp32 scales. A weight is stored without its recipe: its amax
-            is its own.
-        fast_accum: the products that may accumulate in reduced precision on the tensor cores.
-        exact_products: True multiplies the very values that codes and scales stand for, on every device. By default Hopper's
-            FP8 matrix units multiply MX codes shifted to one power of two for 128 elements. That changes no element by more
-            than 2^-17.9 of the largest (docs/numerics.md). Exact, MX is multiplied in bfloat16 there, at half the speed.
-        text: all of it but name and delayed scaling, in one line; recipes that compute the same have the same.
+        eps: lower bound of the amaxes of inputs and gradients in FP8 with fp32 scales. It doesn't apply to weights, which are
+            stored without their recipe.
+        fast_accum: the products that may accumulate in reduced precision on tensor cores.
+        exact_products: True multiplies the exact values of codes and scales on every device. By default, Hopper's FP8 matrix
+            units multiply MX codes aligned to one power of two per 128 elements, which changes an element by at most 2^-17.9 of
+            the largest (docs/numerics.md). Exact MX products run in bfloat16 there, at half the speed.
+        text: everything except name and delayed scaling as one line; recipes with equal texts compute the same.
 
-    `recipe.replace(gradient=Cast("fp8_e5m2"))` gives a changed copy.
+    `recipe.replace(gradient=Cast("fp8_e5m2"))` returns a changed copy.
     """
 
     name: str
@@ -141,7 +141,7 @@ class Recipe:
         self._check_rotations()
         casts = [self.cast(operand, direction)._text() for operand in OPERANDS for direction in DIRECTIONS]
         fast = "+".join(product for product in _PRODUCTS if product in self.fast_accum)
-        # Written once: compilers read it as a constant, and would leave a number open.
+        # Computed once, because compilers treat the string as a constant but would make a number symbolic.
         object.__setattr__(self, "text", ",".join([*casts, repr(self.eps), fast, "exact" * self.exact_products]))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -151,7 +151,7 @@ class Recipe:
 
     @staticmethod
     def of_text(text: str) -> Recipe:
-        """Returns the recipe that a `text` stands for, with the text as its name and without delayed scaling."""
+        """Returns the recipe with this `text`, named by it and without delayed scaling."""
         *six, eps, fast, exact = text.split(",")
         casts = []
         for one in six:
@@ -184,17 +184,17 @@ class Recipe:
                 )
 
     def cast(self, operand: Operand, direction: Direction = "rowwise") -> Cast:
-        """The cast of one operand in one direction."""
+        """Returns the cast of one operand in one direction."""
         if operand not in OPERANDS or direction not in DIRECTIONS:
             known = f"{', '.join(OPERANDS)}, each {' and '.join(DIRECTIONS)}"
             raise ValueError(f"operand and direction must be of {known}, got {operand!r} and {direction!r}")
         return getattr(self, operand if direction == "rowwise" else f"{operand}_columnwise")
 
     def replace(self, **changes) -> Recipe:
-        """A copy with some fields changed.
+        """Returns a copy with some fields changed.
 
-        A rowwise cast that is given becomes the columnwise one too, unless that is given as well. A weight in 1-D blocks has no
-        exact transpose: its columnwise cast becomes high precision.
+        A given rowwise cast also becomes the columnwise cast, unless that is given too. A weight in 1-D blocks has no exact
+        transpose, so its columnwise cast becomes high precision.
         """
         for operand in OPERANDS:
             if operand in changes and f"{operand}_columnwise" not in changes:
@@ -218,4 +218,4 @@ PRODUCTS: dict[Product, tuple[tuple[Operand, Direction], tuple[Operand, Directio
     "dgrad": (("gradient", "rowwise"), ("weight", "columnwise")),
     "wgrad": (("gradient", "columnwise"), ("input", "columnwise")),
 }
-"""The operands of each product, as (operand, direction)."""
+"""Operands of each product as (operand, direction)."""

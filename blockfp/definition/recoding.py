@@ -1,13 +1,14 @@
-"""Codes of an operand in the other direction, from its rowwise codes alone.
+"""Columnwise codes of an operand, computed from its rowwise codes alone.
 
-A token that travels between ranks as codes (`sharding.dispatching`) is seen in high precision by its sender only. The weight's
-gradient contracts tokens, in blocks along them. These blocks are quantized from the values that the rowwise codes stand for:
+If a token travels between ranks as codes (`sharding.dispatching`), only the sender has its high-precision values. The weight
+gradient contracts tokens, so it needs blocks along them, which are quantized from the values of the rowwise codes:
 
-    columnwise(q) = quantize(dequantize(q) transposed)     the values in the nominal dtype; float32 for float16
-                    codes transposed, scale as it is       where the whole tensor has one scale, and both have one format
+    columnwise(q) = quantize(dequantize(q) transposed)     in the nominal dtype; in float32 for float16
+                    transposed codes, same scale           if one scale per tensor applies and both formats are the same
 
-So it is a function of codes, and the same on any rank that has a group's rows. Where scales are powers of two (MX, FP8 blocks)
-a value changes only if it is below the smallest normal number of its new block: with E4M3, below 2^-13.8 of the largest there.
+The result only depends on codes, so every rank that has a group's rows gets the same. With power-of-two scales (MX, FP8 blocks)
+a value changes only if it is below the smallest normal number of its new block; with E4M3, below 2^-13.8 of the block's
+largest.
 """
 
 from __future__ import annotations
@@ -29,17 +30,16 @@ def columnwise(
     eps: float = 0.0,
     key: Key | None = None,
 ) -> Quantized:
-    """Returns the codes and scales of the transposed matrix, [columns, rows], in blocks along the rows.
+    """Returns codes and scales of the transposed matrix, [columns, rows], in blocks along the rows.
 
     Args:
-        quantized: rows in blocks along their columns, [rows, columns].
-        format: theirs.
-        into: the format of the result.
-        columns: how many there are, which packing hides.
-        nominal: name of the dtype of what was quantized.
-        rotate: the random Hadamard transform along the rows, before they are quantized.
-        eps: lifts amaxes, see `numerics.quantize`.
-        key: rounds to the new scales stochastically, see there.
+        quantized: codes and scales of [rows, columns] in blocks along the columns.
+        format: format of `quantized`.
+        into: format of the result.
+        columns: number of columns, which packed codes don't show.
+        nominal: name of the original's dtype.
+        rotate: whether to apply the random Hadamard transform along the rows first.
+        eps, key: see `numerics.quantize`.
 
     Raises:
         ValueError: the parts don't fit the format.
@@ -57,10 +57,10 @@ def columnwise(
 
 
 def value_dtype(nominal: str) -> str:
-    """Returns the dtype of the values between: float16 may not hold what its own numbers are rounded to."""
+    """Returns the dtype of the intermediate values; float16 may overflow, so it becomes float32."""
     return "float32" if nominal == "float16" else nominal
 
 
 def keeps_codes(format: Format, into: Format, rotate: bool) -> bool:
-    """Says whether the result is the codes transposed."""
+    """Returns whether the result is just the transposed codes."""
     return format is into and format.per_tensor and not rotate

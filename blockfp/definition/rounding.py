@@ -1,8 +1,8 @@
-"""Rounding to an element: nearest even, and stochastic rounding whose random bits are a pure function of key and position.
+"""Rounding to an element: nearest even, or stochastic with random bits that depend only on key and position.
 
-Stochastic rounding draws from Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-2011), the generator of `jax.random`, counting the element's row-major index in the unsharded array. So every framework,
-mesh and kernel draws the same bits, and a shard needs nothing but to know where it lies.
+Stochastic rounding uses Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), the
+generator of `jax.random`, with the element's row-major index in the unsharded array as counter. Every framework, mesh and
+kernel draws the same bits; a shard only needs its position.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Key = Any
 """An integer seed, or two uint32 words (`jax.random.key_data(key)`) as a sequence or an array."""
 
 NARROW, WIDE = 1, 2
-"""Random bytes that an element is rounded with: one in `quantize` and in gradients, as hardware draws; two in weights and
-moments, which are rounded again and again, in steps far below the spacing of their codes."""
+"""Random bytes per element: one in `quantize` and for gradients, as in hardware; two for weights and moments, which are rounded
+repeatedly after steps far below the spacing of their codes."""
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
@@ -31,14 +31,10 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 def round_to_element(
     significand: Array, exponent: Array, element: ElementFormat, random: Array | None = None, width: int = NARROW
 ) -> Array:
-    """Magnitude code of a split number (see `bits`), saturated at the element's largest finite value.
+    """Returns the magnitude code of a split number (see `bits`), saturated at the element's largest finite value.
 
-    Args:
-        significand: int32, point 23.
-        exponent: int32, any.
-        element: the element format.
-        random: int32 of `width` bytes for stochastic rounding, None for nearest even.
-        width: `NARROW` or `WIDE`.
+    Significands are int32 with point 23, exponents any int32. `random` holds int32 numbers of `width` bytes for stochastic
+    rounding; None rounds to nearest even.
     """
     exponent = bits.at_most(exponent, element.emax + 2)
     if random is None:
@@ -49,12 +45,10 @@ def round_to_element(
 
 
 def key_words(key: Key) -> tuple[Any, Any]:
-    """The two words of a key: Python ints of 0..2^32 - 1, or elements of the array it is.
+    """Returns the two words of a key: Python ints in 0..2^32 - 1, or elements of the array. A seed s gives (s >> 32, s &
+    0xffffffff).
 
-    An integer seed s is (s >> 32, s & 0xffffffff).
-
-    Raises:
-        ValueError: a seed outside 0..2^64 - 1, or something that isn't two words of 0..2^32 - 1.
+    Raises ValueError for a seed outside 0..2^64 - 1, or unless the key is two words in 0..2^32 - 1.
     """
     if isinstance(key, int | np.integer) and not isinstance(key, bool):
         seed = int(key)
@@ -63,7 +57,7 @@ def key_words(key: Key) -> tuple[Any, Any]:
         return seed >> 32, seed & 0xFFFFFFFF
     words: Any = key
     if hasattr(words, "dtype"):
-        # Of the libraries' arrays only NumPy's are looked into: others may be traced, or on a device that would be waited for.
+        # Only NumPy values are checked: other arrays may be traced, or need a device synchronization.
         beyond = isinstance(words, np.ndarray) and words.dtype == np.int64 and (words >> 32).any()
         if tuple(words.shape) == (2,) and bits.dtype_name(words) in ("uint32", "int32", "int64") and not beyond:
             return words[0], words[1]
@@ -75,7 +69,7 @@ def key_words(key: Key) -> tuple[Any, Any]:
 
 
 def _key_arrays(key: Key, like: Array) -> tuple[Array, Array]:
-    """The key's words as int32 arrays of shape (1,) in the namespace of `like`."""
+    """Returns the key's words as int32 arrays of shape (1,) in the namespace of `like`."""
     xp = array_namespace(like)
 
     def word(value: Any) -> Array:
@@ -84,7 +78,7 @@ def _key_arrays(key: Key, like: Array) -> tuple[Array, Array]:
         if array_namespace(value) is not xp:
             return word(int(value))
         value = value.reshape((1,))
-        # A uint32 in torch can do little but be viewed as int32.
+        # torch supports little more than a view for uint32.
         return value.view(xp.int32) if bits.dtype_name(value) == "uint32" else xp.astype(value, xp.int32)
 
     first, second = key_words(key)
@@ -97,12 +91,12 @@ def _signed(word: int) -> int:
 
 
 def shift_right(x: Array, places: int) -> Array:
-    """Logical right shift of int32 by 1 to 31 places."""
+    """Shifts int32 logically right by 1 to 31 places."""
     return (x >> places) & ((1 << (32 - places)) - 1)
 
 
 def threefry2x32(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Threefry-2x32 with 20 rounds: two int32 words for each pair of counter words, in wrapping int32 arithmetic."""
+    """Threefry-2x32 with 20 rounds: returns two int32 words per pair of counter words, in wrapping int32 arithmetic."""
     k0, k1 = key
     schedule = (k0, k1, k0 ^ k1 ^ 0x1BD11BDA)
     x0, x1 = counter[0] + k0, counter[1] + k1
@@ -116,11 +110,10 @@ def threefry2x32(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tupl
 
 
 def fold_in(key: Key, data: int | Array) -> tuple[int, int] | Array:
-    """A new key from a key and a number: Threefry(key, (0, data)), equal to `jax.random.fold_in`.
+    """Derives a key from a key and a number: Threefry(key, (0, data)), equal to `jax.random.fold_in`.
 
-    Args:
-        key: a seed, two words, or an array of two words; an array gives an array (int32) of its library.
-        data: an int in 0..2^32 - 1, or a 0-d integer array of the key's library.
+    `data` is an int in 0..2^32 - 1, or a 0-d integer array of the key's library. An array key gives an int32 array, other keys
+    give two ints.
     """
     like = key if hasattr(key, "dtype") else np.zeros(2, np.int32)
     xp = array_namespace(like)
@@ -135,20 +128,20 @@ def fold_in(key: Key, data: int | Array) -> tuple[int, int] | Array:
 
 
 ROWWISE, COLUMNWISE = 0, 1
-"""The directions of a gradient, as `gradient_key` takes them."""
+"""Directions of a gradient, for `gradient_key`."""
 
 
 def gradient_key(
     key: Key, direction: int, coordinate: int | Array | None = None, group: int | Array | None = None
 ) -> tuple[int, int] | Array:
-    """The key of one cast of a layer's gradient, the same rule in every framework.
+    """Derives the key of one cast of a layer's gradient, by the same rule in every framework.
 
     Args:
-        key: of the layer and step; equal on all ranks.
+        key: key of the layer and step; equal on all ranks.
         direction: `ROWWISE` or `COLUMNWISE`.
-        coordinate: where this rank lies on the data-parallel axes, row-major in the mesh's order: its rows are a tensor of
-            their own. Folded in first. None where no axis divides the batch; nothing is folded in then.
-        group: number of the group, in a layer with a weight for each of several; folded in last. None in others.
+        coordinate: this rank's row-major position on the data-parallel axes, because its rows are a separate tensor; folded in
+            first. None if no axis divides the batch.
+        group: index of the group in a grouped layer, folded in last; None in other layers.
     """
     key = fold_in(key if coordinate is None else fold_in(key, coordinate), direction)
     return key if group is None else fold_in(key, group)
@@ -163,16 +156,16 @@ def random_bytes(
     materialize: Materialize = as_stored,
     width: int = NARROW,
 ) -> Array:
-    """The random bytes of each element of some rows, as one number: int32 0..256^width - 1, shape [len(rows), columns].
+    """Returns the random bytes of each element of some rows as one number: int32 in 0..256^width - 1, [len(rows), columns].
 
     With n = 8 / width, element i of the unsharded array takes the bytes from (i mod n) * width of the two words (little-endian,
-    first word first) that Threefry gives for the counter floor(i / n).
+    first word first) that Threefry gives for counter floor(i / n).
 
     Args:
         key: the key.
         rows: int32 row numbers in the unsharded array, its leading axes counted as rows.
-        columns: how many elements of each row.
-        first_column: column of the first one.
+        columns: number of elements per row.
+        first_column: column of the first element.
         row_length: columns of the unsharded array.
         materialize: see `layout.Materialize`.
         width: `NARROW` or `WIDE`.
@@ -182,7 +175,7 @@ def random_bytes(
     start = low + first_column
     high = high + xp.astype(_less_unsigned(start, low), xp.int32)
     known = isinstance(row_length, int) and isinstance(first_column, int)
-    served, places = 8 // width, 4 - width  # elements of one counter, and the logarithm of that
+    served, places = 8 // width, 4 - width  # elements per counter, and 4 - width = log2 of it
     aligned = known and row_length % served == 0 and first_column % served == 0
     groups = -(-columns // served) if aligned else (columns + 2 * (served - 1)) // served
     first, second = _key_arrays(key, rows)
@@ -207,7 +200,7 @@ def _less_unsigned(a: Array, b: Array) -> Array:
 
 
 def _multiply_wide(a: Array, b: int) -> tuple[Array, Array]:
-    """Multiplies non-negative int32 a and b by 16-bit limbs; returns the (high, low) words of the 64-bit products."""
+    """Multiplies non-negative int32 a and b in 16-bit limbs; returns (high, low) words of the 64-bit products."""
     a1, a0, b1, b0 = a >> 16, a & 0xFFFF, b >> 16, b & 0xFFFF
     low, cross = a0 * b0, (a1 * b0, a0 * b1)
     middle = shift_right(low, 16) + (cross[0] & 0xFFFF) + (cross[1] & 0xFFFF)

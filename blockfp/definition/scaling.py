@@ -1,7 +1,7 @@
-"""The scale of a block from its largest magnitude: one function for each rule, and delayed scaling's step.
+"""Scales from amaxes: one function per rule, and the update of delayed scaling.
 
-An amax is fp32 bits (int32), NaN ignored, 0 where there is nothing else: an integer maximum finds and reduces it, with no
-order and no flushing of subnormals. Every rule gives the *stored* scale and the *multiplier* that encodes with it.
+An amax is given as fp32 bits (int32), ignoring NaN, 0 if nothing else is present. An integer maximum computes and reduces it,
+independent of order and without flushing subnormals. Every rule gives the *stored* scale and the *multiplier* for encoding.
 """
 
 from __future__ import annotations
@@ -19,34 +19,29 @@ from .checks import check_eps
 from .rounding import round_to_element
 
 Split = tuple[Array, Array]
-"""A split number: (significand, exponent), see `bits`."""
+"""A split number (significand, exponent); see `bits`."""
 
-# Constants of the rules, by element. They stand ready because dynamo would trace how they come about.
+# Constants by element, computed here because dynamo would trace their computation.
 _LARGEST = {name: bits.constant_bits(element.max) for name, element in ELEMENTS.items()}
 _INVERSE_OF_LARGEST = {name: bits.constant_bits(1 / element.max) for name, element in ELEMENTS.items()}
 LARGEST_TWO_LEVEL = {
     f: bits.constant_bits(f.scale.bound * f.element.max * f.scale.guard) for f in FORMATS if f.scale.bound is not None
 }
-"""fp32 bits of what the tensor's amax is mapped to by the tensor's scale, of formats of two levels."""
+"""fp32 bits of the value to which the tensor scale maps the tensor's amax, for formats with two levels."""
 _INVERSE_TWO_LEVEL = {f: bits.constant_bits(1 / (f.element.max * f.scale.guard)) for f in LARGEST_TWO_LEVEL}
 
 
 def eps_for(format: Format, eps: float) -> float:
-    """A recipe's eps as operands in `format` take it: 0 where it has no meaning, which is all but FP8 with fp32 scales."""
+    """Returns a recipe's eps for operands in `format`: 0 for formats without fp32 scales, where eps has no meaning."""
     return eps if format.scale.dtype == "float32" else 0.0
 
 
 def fp8_multiplier(amax: Array, element: ElementFormat, scale: ScaleFormat, largest: int) -> Array:
-    """fp32 bits of the number that FP8 per tensor and FP8 blocks multiply with: MAX / amax.
+    """Returns the fp32 bits of the multiplier of FP8 formats with fp32 scales, MAX / amax.
 
-    1 where amax is 0 or Inf; where the quotient overflows, `largest`. Power-of-two scales clear the mantissa. The stored
-    decode scale is its reciprocal. (TransformerEngine's `compute_scale_from_amax`.)
-
-    Args:
-        amax: int32 bits.
-        element: E4M3 or E5M2.
-        scale: fp32 or power of two.
-        largest: bits of the value that replaces Inf: fp32's largest per tensor, the nominal dtype's for blocks.
+    It is 1 if amax is 0 or Inf, and `largest` if the quotient overflows; power-of-two scales clear the mantissa. The stored
+    decode scale is its reciprocal. (TransformerEngine's `compute_scale_from_amax`.) `largest` holds fp32 bits: fp32's maximum
+    for one scale per tensor, the nominal dtype's for blocks.
     """
     xp = array_namespace(amax)
     special = (amax == 0) | (amax == bits.INFINITY)
@@ -59,16 +54,16 @@ def fp8_multiplier(amax: Array, element: ElementFormat, scale: ScaleFormat, larg
 
 
 def reciprocal(x: Array) -> Array:
-    """fp32 bits of 1 / x for positive fp32 bits, rounded to nearest; Inf where it overflows."""
+    """Returns the fp32 bits of 1 / x for positive fp32 bits, rounded to nearest; overflow gives Inf."""
     return bits.divide(array_namespace(x).full_like(x, bits.ONE), x)
 
 
 def e8m0_scale(amax: Array, element: ElementFormat, rule: str) -> Array:
-    """E8M0 bytes (int32) of block scales; the decode scale is 2^(byte - 127).
+    """Returns the E8M0 bytes (int32) of block scales; the decode scale is 2^(byte - 127).
 
-    Rule "e8m0_ceil" takes the smallest power of two that is at least amax * fp32(1 / MAX), so that nothing saturates
-    (cuBLAS, TransformerEngine). Rule "e8m0_floor" takes floor(log2 amax) - emax (OCP Microscaling Formats v1.0). Zero gives
-    0x00, Inf gives 0xFE, and so does whatever would be above.
+    Rule "e8m0_ceil" takes the smallest power of two that is at least amax * fp32(1 / MAX), so nothing saturates (cuBLAS,
+    TransformerEngine). Rule "e8m0_floor" takes floor(log2 amax) - emax (OCP Microscaling Formats v1.0). Zero gives 0x00; Inf
+    and larger results give 0xFE.
     """
     xp = array_namespace(amax)
     if rule == "e8m0_floor":
@@ -82,10 +77,9 @@ def e8m0_scale(amax: Array, element: ElementFormat, rule: str) -> Array:
 
 
 def _smallest_above_zero(element: ElementFormat) -> int:
-    """Bits of the smallest amax whose product with fp32(1 / MAX), rounded to fp32, is above 2^-127.
+    """Returns the bits of the smallest amax whose product with fp32(1 / MAX), rounded to fp32, exceeds 2^-127.
 
-    That product is subnormal, so its rounding is not that of a normal number: it stays at 2^-127 up to the tie at
-    2^-127 + 2^-150.
+    The product is subnormal there: up to the tie at 2^-127 + 2^-150 it rounds to 2^-127.
     """
 
     def value(pattern: int) -> Fraction:
@@ -105,19 +99,15 @@ _SMALLEST_ABOVE_ZERO = {name: _smallest_above_zero(element) for name, element in
 
 
 def e8m0_bits(stored: Array) -> Array:
-    """fp32 bits of the decode scale of E8M0 bytes (int32); 255 is NaN."""
+    """Returns the fp32 bits of the decode scale of E8M0 bytes (int32); 255 is NaN."""
     xp = array_namespace(stored)
     return xp.where(stored == 0xFF, bits.NAN, xp.where(stored == 0, 0x400000, stored << 23))
 
 
 def nvfp4_multiplier(amax: Array, format: Format) -> Array:
-    """fp32 bits of NVFP4's global multiplier G = bound * guard * MAX / amax of the tensor; 1 where amax is 0 or Inf.
+    """Returns the fp32 bits of NVFP4's tensor multiplier G = bound * guard * MAX / tensor amax; 1 if amax is 0 or Inf.
 
     `tensor_scale` is its reciprocal. (TransformerEngine's `compute_global_encode_scaling_factor_FP4`.)
-
-    Args:
-        amax: int32 bits.
-        format: NVFP4, whose bound is 448, or one of 4-over-6, whose name says its bound.
     """
     xp = array_namespace(amax)
     special = (amax == 0) | (amax == bits.INFINITY)
@@ -127,7 +117,7 @@ def nvfp4_multiplier(amax: Array, format: Format) -> Array:
 
 
 def nvfp4_scale(amax: Array, multiplier: Array, format: Format) -> Array:
-    """E4M3 bytes (int32) of NVFP4's block scales: E4M3(amax of the block * (G * fp32(1 / (guard * MAX)))), saturating."""
+    """Returns the E4M3 bytes (int32) of NVFP4's block scales: E4M3(block amax * (G * fp32(1 / (guard * MAX)))), saturating."""
     xp = array_namespace(amax)
     sixth = bits.split(xp.full_like(multiplier, _INVERSE_TWO_LEVEL[format]))
     scaled = bits.multiply(bits.split(amax), bits.multiply(bits.split(multiplier), sixth))
@@ -135,7 +125,7 @@ def nvfp4_scale(amax: Array, multiplier: Array, format: Format) -> Array:
 
 
 def clamped_reciprocal(scale: Array) -> Array:
-    """fp32 bits of min(1 / scale, largest fp32) for non-negative decode scales; of zero, the largest fp32."""
+    """Returns the fp32 bits of min(1 / scale, largest fp32) for non-negative decode scales; largest fp32 for zero."""
     xp = array_namespace(scale)
     zero = scale == 0
     inverse = bits.at_most(reciprocal(xp.where(zero, bits.ONE, scale)), bits.FP32_MAX)
@@ -143,17 +133,15 @@ def clamped_reciprocal(scale: Array) -> Array:
 
 
 def lift(amax: Array, eps: float) -> Array:
-    """Lifts amax to at least eps."""
+    """Returns the maximum of amax and eps."""
     check_eps(eps)
     return bits.at_least(amax, bits.constant_bits(eps)) if eps else amax
 
 
 def record(history: Array, amax: Array) -> Array:
-    """Enters an amax into delayed scaling's history: history[0] = max(history[0], amax), a non-finite amax counted as 0.
+    """Records an amax in delayed scaling's history: history[0] = max(history[0], amax); a non-finite amax counts as 0.
 
-    Args:
-        history: float32 [length, ...], newest first; never negative.
-        amax: float32, of the shape of history[0].
+    `history` is float32 [length, ...], newest first, never negative; `amax` is float32 in the shape of history[0].
     """
     xp = array_namespace(history)
     pattern = bits.from_float(amax) & bits.MAGNITUDE
@@ -162,13 +150,10 @@ def record(history: Array, amax: Array) -> Array:
 
 
 def delayed_multiplier(scale: Array, amax: Array, format: Format, eps: float = 0.0) -> Array:
-    """What a cast by delayed scaling multiplies with, float32: the scale, or that of current scaling where there is none yet.
+    """Returns the multiplier of a cast with delayed scaling, float32: `scale`, or current scaling's while no scale exists yet.
 
-    Args:
-        scale: float32; 0 as long as no amax above 0 was recorded.
-        amax: int32 bits of the operand that is cast, of scale's shape.
-        format: with one scale per tensor.
-        eps: amaxes are lifted to it, see `numerics.quantize`.
+    `scale` is float32 and 0 until an amax above 0 was recorded. `amax` holds the int32 bits of the operand, in scale's shape.
+    The format has one scale per tensor; `eps` is that of `numerics.quantize`.
     """
     pattern = bits.from_float(scale)
     current = fp8_multiplier(lift(amax, eps_for(format, eps)), format.element, format.scale, bits.FP32_MAX)
@@ -176,7 +161,7 @@ def delayed_multiplier(scale: Array, amax: Array, format: Format, eps: float = 0
 
 
 def largest_with_margin(element: ElementFormat, margin: int) -> int:
-    """fp32 bits of MAX * 2^-margin, to which delayed scaling maps an amax."""
+    """Returns the fp32 bits of MAX * 2^-margin, to which delayed scaling maps an amax."""
     return bits.constant_bits(element.max * 2.0**-margin)
 
 
@@ -188,17 +173,16 @@ def update(
     margin: int = 0,
     algorithm: str = "max",
 ) -> tuple[Array, Array]:
-    """Takes delayed scaling's step, once per optimizer step: (history, scale) -> (history, scale).
+    """Updates delayed scaling's history and scale, once per optimizer step; returns (history, scale).
 
-    The amax is the largest of the history ("max") or its newest entry ("most_recent"); the new scale is
-    MAX * 2^-margin / amax, fp32's largest where the quotient overflows. The history moves on: [0, history[2], ..,
-    history[-1], newest]. (TransformerEngine's `_default_get_amax_and_update_history`.) Where nothing was recorded, history and
-    scale stay.
+    The amax is the largest of the history ("max") or its newest entry ("most_recent"). The new scale is MAX * 2^-margin / amax,
+    or fp32's largest if that overflows. The history becomes [0, history[2], .., history[-1], newest]. (TransformerEngine's
+    `_default_get_amax_and_update_history`.) If nothing was recorded, history and scale stay.
 
     Args:
         history: float32 [length, ...], newest first, already max-reduced over the ranks that share the amax.
-        scale: float32, of the shape of history[0].
-        element: format of the operand's elements; or, of scale [operands], the format of each.
+        scale: float32 in the shape of history[0].
+        element: the operand's element format; for scale [operands], a format per operand.
         margin: the scale is divided by 2^margin; -100 to 100.
         algorithm: "max" or "most_recent".
     """
@@ -227,9 +211,9 @@ def update(
 
 
 def scaled(code: Array, element: ElementFormat, scale: Array, *, power_of_two: bool = False) -> Array:
-    """fp32 bits of an element code (int32) times a scale given as fp32 bits, rounded once, as IEEE multiplies.
+    """Returns the fp32 bits of an element code (int32) times a scale (fp32 bits), rounded once like an IEEE product.
 
-    Exact integer arithmetic, because products and scales may be subnormal. NaN is canonical and positive.
+    Uses exact integer arithmetic, because products and scales may be subnormal. NaN is canonical and positive.
     """
     xp = array_namespace(code)
     negative, magnitude = _split_sign(code, element)
@@ -240,7 +224,7 @@ def scaled(code: Array, element: ElementFormat, scale: Array, *, power_of_two: b
     if power_of_two:
         result = bits.fp32(digits, exponent + scale_exponent)
     else:
-        # A code has no more digits than its mantissa and the leading one, so the product of integers is exact.
+        # A code has at most mantissa_bits + 1 significant bits, so the integer product is exact.
         product = (digits >> (23 - element.mantissa_bits)) * scale_digits
         point = 23 + element.mantissa_bits
         carry = product >> (point + 1)
@@ -262,7 +246,7 @@ def _split_sign(code: Array, element: ElementFormat) -> tuple[Array, Array]:
 
 
 def magnitude_bits(magnitude: Array, element: ElementFormat) -> Array:
-    """fp32 bits of a magnitude code; every element's subnormals are normal in fp32."""
+    """Returns the fp32 bits of a magnitude code; every element's subnormals are normal in fp32."""
     xp = array_namespace(magnitude)
     mantissa = element.mantissa_bits
     subnormal = (xp.astype(magnitude, xp.float32) * 2.0 ** (element.emin - mantissa)).view(xp.int32)
@@ -270,6 +254,6 @@ def magnitude_bits(magnitude: Array, element: ElementFormat) -> Array:
     value = xp.where(magnitude < (1 << mantissa), subnormal, normal)
     if not element.has_nan:
         return value
-    if element.exponent_bits == 5:  # E5M2 has IEEE's Inf and NaN; E4M3 one NaN code and no Inf
+    if element.exponent_bits == 5:  # E5M2 has IEEE's Inf and NaN; E4M3 has one NaN code and no Inf
         return xp.where(magnitude > 0x7C, bits.NAN, xp.where(magnitude == 0x7C, bits.INFINITY, value))
     return xp.where(magnitude == element.nan_code, bits.NAN, value)

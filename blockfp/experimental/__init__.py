@@ -1,4 +1,4 @@
-"""What may change or go in any release: `blockfp.experimental.torch` and `blockfp.experimental.jax`.
+"""Experimental features, which may change or disappear in any release: `blockfp.experimental.torch` and `.jax`.
 
-Each costs something on every step, which its docstring names, for a gain that is not proven at scale.
+Each has a cost in every step, stated in its docstring, and a benefit that is not proven at scale.
 """

@@ -1,4 +1,4 @@
-"""Experiments in PyTorch: gradients that travel as codes under FSDP2, and OsciReset."""
+"""Experiments in PyTorch: gradients sent as codes under FSDP2, and OsciReset."""
 
 from ..recipes import OsciReset
 from ..torch_backend.optimizer.osci_reset import osci_reset

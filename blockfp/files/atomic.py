@@ -1,4 +1,4 @@
-"""Files and folders that are on the disk when they have their names, files whole or not at all, and errors that name them."""
+"""Atomic replacement of files, durable folders, and OSErrors that name the file."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pathlib import Path
 from .untrusted import refuse_others
 
 _ACL = "system.posix_acl_access"
-"""The extended attribute in which Linux keeps a file's access control list."""
+"""The extended attribute that holds a file's access control list on Linux."""
 
 
 @contextmanager
 def naming(path: Path, doing: str) -> Iterator[None]:
-    """Has an OSError that leaves it say what was done with which file: the system's own often say neither.
+    """Adds the action and the path to an OSError, which often names neither.
 
-    An error that names a file keeps that, and says `path` as well. What an inner `naming` has said stays.
+    If the error already names a file, both names are kept. An inner `naming` takes precedence.
     """
     try:
         yield
@@ -32,28 +32,28 @@ def naming(path: Path, doing: str) -> Iterator[None]:
             if str(path) in str(error):
                 raise
             raise type(error)(f"{doing} {path}: {error}") from error
-        if error.strerror == os.strerror(error.errno):  # else somebody has said it
+        if error.strerror == os.strerror(error.errno):  # otherwise an inner `naming` has changed it
             what = doing if error.filename in (None, str(path)) else f"{doing} {path}"
             error.strerror = f"{what}: {error.strerror}"
-            error.args = (error.errno, error.strerror)  # what a pickle keeps
+            error.args = (error.errno, error.strerror)  # pickles only keep args
             error.filename = str(path) if error.filename is None else error.filename
         raise
 
 
 @contextmanager
 def replacing(path: Path, like: Path | None = None) -> Iterator[Path]:
-    """Yields the path of an empty file beside `path` to write to; at the end it takes the place of `path`, in one step.
+    """Yields the path of an empty temporary file next to `path`; on exit it replaces `path` atomically.
 
-    An exception leaves the old file as it was and removes the new one; an OSError names `path`. A process that is killed
-    leaves the old file whole, and a file whose name starts with "." and ends in ".tmp" beside it, which the next `replacing`
-    of the same path removes: the kernel has let go of its lock.
+    After an exception the old file is unchanged and the temporary file is removed; an OSError names `path`. If the process is
+    killed, the old file stays whole and the temporary file (".NAME.TOKEN.tmp") remains. Its lock is released then, so the next
+    `replacing` of the same path removes it.
 
-    The new file is on the disk before it gets its name, so that a crash of the machine doesn't leave an empty one. It has the
-    permissions, the owner and the group of the old one, or of `like` (see `_keep_access`), and nobody reads it before.
+    The temporary file is flushed to disk before the rename, so a crash of the machine can't leave an empty file. It gets the
+    permissions, owner and group of the old file, or of `like` (see `_keep_access`), and is private until then.
 
     Raises:
-        OSError: it can't be written, or what has its name is no regular file. Where the message says that it has been saved,
-            the new file is there, and may be gone after a crash of the machine.
+        OSError: the file can't be written, or `path` exists and is not a regular file. If the message says that it has been
+            saved, the new file is in place, but a crash of the machine may undo that.
     """
     remove_left_behind(path)
     with naming(path, "saving"):
@@ -75,7 +75,7 @@ def replacing(path: Path, like: Path | None = None) -> Iterator[Path]:
 
 
 def being_written(path: Path) -> dict[str, Path]:
-    """Temporary files of `path` by the token in their names: those being written, and those left behind by processes killed."""
+    """Returns the temporary files of `path` by their token: those being written and those of killed processes."""
     pattern = re.compile(rf"\.{re.escape(path.name)}\.([0-9a-f]{{12}})\.tmp")
     with suppress(OSError), os.scandir(path.parent) as entries:
         return {match[1]: path.with_name(entry.name) for entry in entries if (match := pattern.fullmatch(entry.name))}
@@ -83,20 +83,20 @@ def being_written(path: Path) -> dict[str, Path]:
 
 
 def remove_left_behind(path: Path) -> None:
-    """Removes temporary files of `path` that no process is writing any more."""
+    """Removes temporary files of `path` that no process is writing."""
     for temporary in being_written(path).values():
-        # What can't be opened, locked or removed stays: that stops nobody.
+        # Skip files that can't be opened, locked or removed: they do no harm.
         with suppress(OSError), left_behind(temporary):
             temporary.unlink()
 
 
 @contextmanager
 def left_behind(path: Path) -> Iterator[None]:
-    """Holds the lock of a file whose writer has ended.
+    """Locks a file whose writer has ended.
 
     Raises:
-        BlockingIOError: it hasn't.
-        OSError: there is no such file, or the file system has no locks.
+        BlockingIOError: its writer still holds the lock.
+        OSError: the file doesn't exist, or the file system doesn't support locks.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -110,13 +110,13 @@ def left_behind(path: Path) -> Iterator[None]:
 
 
 def to_disk(path: Path) -> None:
-    """Waits until a file, or the names in a folder, would survive a crash of the machine."""
+    """Flushes a file, or the names in a folder, to disk."""
     with naming(path, "flushing to the disk"):
         _flush(path)
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder where there is none, and those above it; the name of each is on the disk before the next is made."""
+    """Creates a folder and its parents; each name is flushed to disk before the next folder is created."""
     if path.is_dir():
         return
     make_folder(path.parent)
@@ -124,7 +124,7 @@ def make_folder(path: Path) -> None:
         try:
             path.mkdir()
         except FileExistsError as error:
-            if not path.is_dir():  # else another process has made it
+            if not path.is_dir():  # otherwise another process created it
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from error
     to_disk(path.parent)
 
@@ -134,7 +134,7 @@ def _flush(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some file systems of networks have no such call for folders.
+        # Some network file systems can't flush folders.
         if error.errno not in (errno.EINVAL, errno.EBADF) or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise
     finally:
@@ -142,7 +142,7 @@ def _flush(path: Path) -> None:
 
 
 def _access(path: Path) -> tuple[os.stat_result, bytes | None] | None:
-    """Who may do what with the file of this name, or with that to which a link of this name leads; None without one."""
+    """Returns the status and access control list of the file, following links; None if it doesn't exist."""
     try:
         found = os.stat(path)
     except FileNotFoundError:
@@ -154,15 +154,15 @@ def _access(path: Path) -> tuple[os.stat_result, bytes | None] | None:
 def _acl(file: Path | int) -> bytes | None:
     try:
         return os.getxattr(file, _ACL)
-    except OSError:  # it has none, or the file system hasn't
+    except OSError:  # the file has none, or the file system doesn't support them
         return None
 
 
 def _keep_access(path: Path, descriptor: int, old: os.stat_result, acl: bytes | None) -> None:
-    """Gives a new file the owner, the group, the access control list and the permissions of the one that it replaces.
+    """Gives a new file the owner, group, access control list and permissions of the file that it replaces.
 
-    Who isn't root can't give files away. The file is then its writer's own, with a warning, and a group that can't be kept has
-    no more rights than others. A program's right to run as its owner (setuid, setgid) is not kept: the content is new.
+    Only root can change owners. Otherwise the file keeps its writer as owner, with a warning, and a group that can't be kept
+    gets the rights of others. setuid and setgid are dropped, because the content is new.
     """
     mode, new = stat.S_IMODE(old.st_mode) & 0o777, os.fstat(descriptor)
     if (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid):
@@ -177,18 +177,18 @@ def _keep_access(path: Path, descriptor: int, old: os.stat_result, acl: bytes | 
             warnings.warn(f"{path} belonged to {before}, and belongs to {after} now: {error.strerror}", stacklevel=4)
     if acl is not None:
         os.setxattr(descriptor, _ACL, acl)
-    elif _acl(descriptor) is not None:  # by a default of the folder
+    elif _acl(descriptor) is not None:  # inherited from the folder's default
         os.removexattr(descriptor, _ACL)
     os.fchmod(descriptor, mode)
 
 
 def _locked(path: Path, mode: int) -> tuple[Path, int]:
-    """Makes a new file beside `path`; returns it and the open descriptor that holds its lock."""
+    """Creates a temporary file next to `path`; returns it and the open descriptor that holds its lock."""
     while True:
         temporary = path.parent / f".{path.name}.{secrets.token_hex(6)}.tmp"
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
-            # Where the file system has no locks nobody takes it for left behind either.
+            # On a file system without locks, nobody removes temporary files either.
             with suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             if is_open(temporary, descriptor):
@@ -197,12 +197,12 @@ def _locked(path: Path, mode: int) -> tuple[Path, int]:
             os.close(descriptor)
             temporary.unlink(missing_ok=True)
             raise
-        # Another process found it before it was locked, and has removed it.
+        # Another process saw the file before it was locked and removed it.
         os.close(descriptor)
 
 
 def is_open(path: Path, descriptor: int) -> bool:
-    """Tells whether a name still means the open file."""
+    """Returns whether a path still refers to the open file."""
     try:
         with naming(path, "looking at"):
             return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))

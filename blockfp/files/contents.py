@@ -1,4 +1,4 @@
-"""A model that is not read yet: quantized weights, and everything else."""
+"""Contents of a model file, not read yet: quantized weights and other tensors."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .modelfile import Entry, Tensor
 from .names import SUFFIXES, no_values
 
 Progress = Callable[[Tensor], None]
-"""Called with each tensor when it is done."""
+"""Called with each finished tensor."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A quantized weight in a file, as a `QuantizedArray` that is not read yet.
+    """A quantized weight in a file, read on demand as a `QuantizedArray`.
 
     Attributes:
-        name: of the parameter.
-        format, shape, dtype, codes, scales, tensor_scale: those of the array.
-        entries: the names of everything in the file that it is made of.
-        made: whether its codes and scales are worked out when they are read, which takes long, and what is wrong is told then.
+        name: name of the parameter.
+        format, shape, dtype, codes, scales, tensor_scale: as in `QuantizedArray`.
+        entries: names of all file entries of this weight.
+        made: whether codes and scales are computed when read, which is slow and can raise errors late.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Weight:
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """Codes, scales and, for NVFP4, the tensor scale."""
+        """Codes, scales and, with two levels, the tensor scale."""
         return (self.codes, self.scales) if self.tensor_scale is None else (self.codes, self.scales, self.tensor_scale)
 
     def read(self) -> QuantizedArray:
@@ -53,20 +53,20 @@ class Weight:
         return QuantizedArray(codes, scales, rest[0] if rest else None, self.format, self.shape[-1], self.dtype)
 
     def values(self, dtype: np.dtype | None = None) -> np.ndarray:
-        """Reads the values of the codes."""
+        """Reads and dequantizes the codes."""
         return self.read().dequantize(dtype)
 
 
 @dataclass(frozen=True)
 class Contents:
-    """A model, by name.
+    """The tensors of a model by name.
 
     Attributes:
-        path: of the file or checkpoint.
+        path: path of the file or checkpoint.
         weights: the quantized weights.
-        others: everything else that inference needs.
-        masters: an optimizer's fp32 weights, of quantized weights and others.
-        left_out: names of what only training needs.
+        others: all other tensors that inference needs.
+        masters: an optimizer's fp32 weights, for quantized and other weights.
+        left_out: names of tensors that only training needs.
     """
 
     path: Path
@@ -77,7 +77,7 @@ class Contents:
 
 
 def quantized_entries(name: str, shape: Sequence[int], dtype: np.dtype, format: Format) -> list[Entry]:
-    """The entries of a quantized tensor in a file: the empty one under its name, codes, scales, and maybe a tensor scale."""
+    """Lists the file entries of a quantized tensor: an empty one under its name, codes, scales, and maybe a tensor scale."""
     shape = tuple(shape)
     entries = [
         Entry(name, dtype, no_values(shape)),
@@ -92,11 +92,8 @@ def quantized_entries(name: str, shape: Sequence[int], dtype: np.dtype, format: 
 def weight_in(
     path: Path, tensors: Mapping[str, Tensor], name: str, shape: Sequence[int], dtype: np.dtype, format: Format
 ) -> Weight:
-    """The weight of this name, made of the entries that blockfp gives one.
-
-    Raises:
-        BadFile: an entry is missing, or has another dtype or shape.
-    """
+    """Assembles a weight from its entries in blockfp's layout; raises BadFile if an entry is missing or has another dtype or
+    shape."""
     entries = quantized_entries(name, shape, dtype, format)
     for entry in entries:
         tensor = tensors.get(entry.name)

@@ -1,9 +1,9 @@
-"""Export of a training checkpoint's model to a file: quantized as it was trained, or in high precision.
+"""Exports the model of a training checkpoint to a file, quantized or in high precision.
 
-A checkpoint (`blockfp.torch.save_checkpoint`, or torch's DCP over a model's state dict) holds for a quantized weight NAME its
-codes, scales, and, under NAME and NAME_format_FORMAT, tensors of no bytes whose shape is (0, *shape of the weight) and whose
-dtype is the nominal one; the optimizer's fp32 weight, if there is one, is `PART.state.NAME.master`, PART being "optimizer" or
-what else the optimizer was called. Of a weight with several names it is under the first, which `extra.tied.OTHER_NAME` says.
+A checkpoint (from `blockfp.torch.save_checkpoint`, or torch's DCP of a state dict) stores a quantized weight NAME as codes and
+scales, plus two tensors without bytes under NAME and NAME_format_FORMAT, with shape (0, *shape of the weight) and the nominal
+dtype. The fp32 master, if any, is `PART.state.NAME.master`, where PART is the optimizer's name, usually "optimizer". A weight
+with several names is stored under the first; `extra.tied.OTHER_NAME` gives it.
 """
 
 from __future__ import annotations
@@ -25,20 +25,15 @@ from .modelfile import Model, Tensor
 from .names import EXTRA, FORMAT, GROUPS, LAYER_BUFFERS, MODEL, OPTIMIZER, OWN, STATE, TIED, master_of
 
 _STATE_ENTRY = re.compile(rf"(.+?)\.{STATE}\.(.+)\.[^.]+")
-"""The name that DCP gives to an optimizer's state."""
+"""DCP's names of entries of an optimizer's state."""
 
 
 def contents(checkpoint: Model, prefix: str | None = None) -> Contents:
-    """The model in a checkpoint.
+    """Returns the model in an open checkpoint.
 
-    Args:
-        checkpoint: the open checkpoint.
-        prefix: what the model's names begin with there; other names are not the model's. None is "model.", and then nothing
-            else may be there but optimizers and what `save_checkpoint` adds.
-
-    Raises:
-        BadFile: no name begins so, some would be left out unasked, or a quantized weight lacks a part, or has one (or a master)
-            of another shape.
+    `prefix` is the prefix of the model's names; other names are ignored. None means "model.", and then the checkpoint may only
+    contain the model, optimizers and the entries of `save_checkpoint`. Raises BadFile if no name has the prefix, if names would
+    be left out unasked, or if a quantized weight's parts or master are missing or misshapen.
     """
     there = {tensor.name: tensor for tensor in checkpoint.tensors}
     before = f"{MODEL}." if prefix is None else prefix
@@ -69,10 +64,9 @@ def contents(checkpoint: Model, prefix: str | None = None) -> Contents:
 
 
 def _optimizers(there: Collection[str], prefix: str) -> dict[str, str]:
-    """The optimizers in a checkpoint, each with the beginning that completes its parameters' names.
+    """Returns the optimizers in a checkpoint, each with the prefix that completes its parameters' names.
 
-    An optimizer calls parameters as the whole model does. In the checkpoint some of the prefix's parts stand before that, or
-    nothing.
+    An optimizer names parameters as the whole model does; the checkpoint may prepend components of `prefix`, or nothing.
     """
     parameters: dict[str, set[str]] = {}
     for name in there:
@@ -92,7 +86,7 @@ def _masters(
     optimizers: Mapping[str, str],
     model: Mapping[str, Tensor | Weight],
 ) -> dict[str, Tensor]:
-    """The fp32 weight of each name of the model that has one, under that name or the first of the same weight."""
+    """Returns the fp32 master of each weight that has one, stored under its name or the first name of a tied weight."""
     masters = {}
     for (name, what), (part, root) in product(model.items(), optimizers.items()):
         own = f"{prefix}{name}".removeprefix(root)
@@ -115,39 +109,25 @@ def _weight(checkpoint: Model, own: dict[str, Tensor], name: str, format: str, m
 
 
 def _only_training(name: str, own: dict[str, Tensor]) -> bool:
-    """Tells whether an entry is a buffer that blockfp's layers train with: its partner is there too."""
+    """Returns whether an entry is a training buffer of blockfp's layers: its partner exists too."""
     layer, dot, last = name.rpartition(".")
     return any(last in pair and all(f"{layer}{dot}{other}" in own for other in pair) for pair in LAYER_BUFFERS)
 
 
 def export_quantized(model: Contents, path: Path, file_bytes: int | None, done: Progress) -> None:
-    """Writes codes and scales as they are, in blockfp's own layout, which `blockfp.load` reads in every framework.
+    """Writes the stored codes and scales in blockfp's layout, which `blockfp.load` reads in every framework.
 
-    Args:
-        model: what to write.
-        path: the .safetensors file.
-        file_bytes: as for `blockfp.save`.
-        done: called with each tensor.
-
-    Raises:
-        BadFile: a tensor can't be read or stored; nothing is written then.
+    Writes to `path` (.safetensors) and calls `done` with each tensor; `file_bytes` is that of `blockfp.save`. Raises BadFile,
+    before writing, if a tensor can't be read or stored.
     """
     write(path, {**model.others, **model.weights}, file_bytes, done)
 
 
 def export_values(model: Contents, path: Path, dtype: str | None, file_bytes: int | None, done: Progress) -> list[str]:
-    """Writes every weight in high precision: from the optimizer's masters, or from the codes where it has none.
+    """Writes every weight in high precision, from its master or else from its codes; returns names of weights without a master.
 
-    Args:
-        dtype: "float32", "float16" or "bfloat16", of weights that are quantized and of parameters that have a master; None for
-            each one's own.
-        model, path, file_bytes, done: as for `export_quantized`.
-
-    Returns:
-        The names of the weights that have the values of their codes.
-
-    Raises:
-        BadFile: a tensor can't be read or stored; nothing is written then.
+    `dtype` ("float32", "float16", "bfloat16") applies to quantized weights and to parameters with a master; None keeps each
+    weight's own. Otherwise like `export_quantized`.
     """
     values = {}
     for name, what in {**model.others, **model.weights}.items():
@@ -173,7 +153,8 @@ def write(
     *,
     own: bool = True,
 ) -> None:
-    """Writes tensors to one .safetensors file or several, one tensor in memory at a time; `own` as for `saving.write`."""
+    """Writes tensors to one or more .safetensors files, holding one tensor in memory at a time; `own` is that of
+    `saving.write`."""
 
     def read(tensor: Tensor) -> np.ndarray:
         array = np.ascontiguousarray(tensor.read())

@@ -1,9 +1,9 @@
-"""Folders of checkpoints: numbered, each whole or not there at all, with checksums of its files.
+"""Folders of checkpoints: numbered, complete or absent, with checksums of their files.
 
 FOLDER/
-  step-00000200/             a checkpoint that is whole: it got its name when everything was on the disk (`publishing`)
-    manifest.json            the length and SHA-256 of every other file
-    ..                       what the checkpoint consists of
+  step-00000200/             a complete checkpoint, renamed to this once everything was on disk (`publishing`)
+    manifest.json            length and SHA-256 of every other file
+    ..                       files of the checkpoint
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .atomic import naming, to_disk
 MANIFEST = "manifest.json"
 VERSION = 1
 LEFT_BEHIND = re.compile(r"\.step-\d{8,}(\.[0-9a-f]{12})?\.(tmp|old)")
-"""Names of folders that aren't checkpoints yet, or any more."""
+"""Names of folders that are incomplete or being removed."""
 
 _WHOLE = re.compile(r"step-(\d{8,})")
 
@@ -39,24 +39,21 @@ class FileSum:
 
 
 def folder_of(run: Path, step: int) -> Path:
-    """Path of a step's checkpoint in a run's folder."""
+    """Returns the path of a step's checkpoint in a run's folder."""
     return run / f"step-{step:08d}"
 
 
 def steps(run: Path) -> list[int]:
-    """The steps that have checkpoints in a run's folder, ascending. It doesn't look for manifests."""
+    """Returns the steps with checkpoints in a run's folder, ascending, without looking for manifests."""
     there = run.iterdir() if run.is_dir() else ()
     found = {int(match[1]) for path in there if (match := _WHOLE.fullmatch(path.name))}
-    # What is a file, or has more zeros in its name than a checkpoint gets, is somebody else's.
+    # Skip files, and names with more zeros than blockfp writes.
     return sorted(step for step in found if folder_of(run, step).is_dir())
 
 
 def find(folder: Path, step: int | None = None) -> Path:
-    """A checkpoint: `folder` itself if it is one, else that of a step in it, by default of the last.
-
-    Raises:
-        BadCheckpoint: there is none.
-    """
+    """Returns a checkpoint: `folder` itself, or that of a step in it (by default the last). Raises BadCheckpoint if there is
+    none."""
     if (folder / MANIFEST).is_file():
         if step is not None and folder_of(folder.parent, step).name != folder.name:
             raise BadCheckpoint(f"{folder} is a checkpoint itself, not of step {step}: leave step out, or name {folder.parent}")
@@ -70,7 +67,7 @@ def find(folder: Path, step: int | None = None) -> Path:
 
 
 def check_step(checkpoint: Path, step: Any) -> None:
-    """Raises BadCheckpoint where a checkpoint doesn't say its step, or another one than its folder's name does."""
+    """Raises BadCheckpoint if a checkpoint has no step, or a step that contradicts the folder's name."""
     if not untrusted.is_size(step):
         raise BadCheckpoint(f"{checkpoint} doesn't say which step it is of")
     if (name := _WHOLE.fullmatch(checkpoint.name)) and int(name[1]) != step:
@@ -81,14 +78,14 @@ def check_step(checkpoint: Path, step: Any) -> None:
 
 
 def is_own(checkpoint: Path) -> bool:
-    """Tells whether a folder is a checkpoint of blockfp's: by its manifest, or its name (step-.., also while it is written)."""
+    """Returns whether a folder is a blockfp checkpoint, by its manifest or its name (step-.., or a temporary name)."""
     names = {checkpoint.absolute().name, checkpoint.resolve().name}
     called = any(pattern.fullmatch(name) for pattern in (_WHOLE, LEFT_BEHIND) for name in names)
     return called or os.path.lexists(checkpoint / MANIFEST)
 
 
 def file_sum(path: Path) -> FileSum:
-    """Reads a file whole; returns its length and checksum."""
+    """Reads a file and returns its length and checksum."""
     with untrusted.open_regular(path) as file:
         return _sum_of(file)
 
@@ -99,13 +96,13 @@ def _sum_of(file: IO[bytes]) -> FileSum:
 
 
 def text_of(files: Mapping[str, FileSum]) -> bytes:
-    """The manifest of these files."""
+    """Returns the manifest of these files."""
     entries = {name: {"length": s.length, "sha256": s.sha256} for name, s in sorted(files.items())}
     return (json.dumps({"version": VERSION, "files": entries}, indent=1) + "\n").encode()
 
 
 def write_manifest(checkpoint: Path, files: Mapping[str, FileSum]) -> None:
-    """Writes the manifest anew, and has it and the folder on the disk before it returns."""
+    """Writes the manifest and flushes it and the folder to disk."""
     path = checkpoint / MANIFEST
     path.write_bytes(text_of(files))
     to_disk(path)
@@ -113,7 +110,7 @@ def write_manifest(checkpoint: Path, files: Mapping[str, FileSum]) -> None:
 
 
 def problem_with(path: Path, length: int) -> str | None:
-    """The problem with a file of a checkpoint, which must have this length, or None. It isn't read."""
+    """Checks that a checkpoint's file has the expected length, without reading it; returns the problem or None."""
     try:
         if untrusted.leads_out(path):
             return f"{path} is a link out of the checkpoint's folder: put a copy of the file in its place"
@@ -127,22 +124,22 @@ def problem_with(path: Path, length: int) -> str | None:
 
 
 class Stamp(NamedTuple):
-    """What changes where a file is written to, or another one takes its place: its length, and when it was last written."""
+    """Length and modification time, which change if a file is written to or replaced."""
 
     length: int
     written_ns: int
 
 
 class Files:
-    """The files of a checkpoint, which are read as they were when they were first looked at, or not at all.
+    """The files of a checkpoint; reading one that changed since it was first seen raises an error.
 
     Attributes:
-        folder: the checkpoint's.
-        listed: what its manifest says of each file; None where it is another program's, and has none.
-        stamps: of each file that was looked at: summed up, where there is a manifest. Other ranks' are put in (`take`).
+        folder: the checkpoint's folder.
+        listed: the manifest's entries, or None for another program's checkpoint without a manifest.
+        stamps: stamps of the files seen so far. With a manifest, these files were checked; `take` adds other ranks' stamps.
 
     Raises:
-        BadCheckpoint: it is a checkpoint of blockfp's, and there is no manifest, or it is not one.
+        BadCheckpoint: a checkpoint of blockfp has no valid manifest.
     """
 
     def __init__(self, folder: Path):
@@ -152,7 +149,7 @@ class Files:
 
     @contextmanager
     def open(self, name: str) -> Iterator[IO[bytes]]:
-        """Opens a file; raises BadCheckpoint where it isn't what it was, now and when it has been read."""
+        """Opens a file; raises BadCheckpoint, before or after the caller reads it, if it changed since it was first seen."""
         path = self.folder / name
         with untrusted.open_regular(path) as file, naming(path, "reading"):
             self.check(name, file)
@@ -160,24 +157,20 @@ class Files:
             self.check(name, file)
 
     def check(self, name: str, file: IO[bytes]) -> None:
-        """Raises BadCheckpoint where an open file isn't what it was when it was first looked at."""
+        """Raises BadCheckpoint if an open file changed since it was first seen."""
         status = os.fstat(file.fileno())
         stamp = Stamp(status.st_size, status.st_mtime_ns)
         if self.stamps.setdefault(name, stamp) != stamp:
             raise BadCheckpoint(f"{self.folder / name} was written to, or replaced, while the checkpoint was read")
 
     def sum_up(self, rank: int = 0, world: int = 1) -> list[str]:
-        """Reads a rank's share of the files, and notes what they are.
-
-        Returns:
-            What is wrong with them.
-        """
+        """Checks a rank's share of the files against the manifest and records their stamps; returns the problems."""
         assert self.listed is not None
         problems = (self._problem(name, expected) for name, expected in list(self.listed.items())[rank::world])
         return [problem for problem in problems if problem]
 
     def take(self, stamps: Mapping[str, Stamp]) -> list[str]:
-        """Takes what another rank has noted; returns what is not the same on both."""
+        """Adds another rank's stamps; returns a problem for each file that differs."""
         other = [name for name, stamp in stamps.items() if self.stamps.setdefault(name, stamp) != stamp]
         return [f"{self.folder / name} is not the same file on all ranks, or was written to meanwhile" for name in other]
 

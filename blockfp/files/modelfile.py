@@ -1,11 +1,11 @@
-"""Model files, tensor by tensor: reading .safetensors, .npy and .npz, writing .safetensors.
+"""Model files, tensor by tensor: reads .safetensors, .npy and .npz, writes .safetensors.
 
-Opening a file reads its header and holds it against the file's size; a tensor's data are read when asked for, so memory holds
-one tensor at a time. The file stays open for as long as its tensors are there: header and data are of one file, also where a
-writer gives its name to another one meanwhile. safetensors is a JSON header before raw little-endian data, without holes.
+Opening a file reads its header and checks it against the file's size. Data are read on demand, so memory holds one tensor at a
+time. The file stays open as long as its tensors exist, so header and data belong to the same file even if a writer replaces it.
+A safetensors file is a JSON header followed by raw little-endian data without gaps.
 
-Anybody may have written a file. Only regular ones are opened, a header has a length that it must keep to
-(`untrusted.HEADER_BYTES`, and NumPy's 10,000 bytes), and nothing is allocated for data that the file can't hold.
+Files are untrusted. Only regular files are opened, headers have a maximum length (`untrusted.HEADER_BYTES`, NumPy's 10,000
+bytes), and nothing is allocated for data that the file is too small to hold.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ _SMALL = "BF16 bfloat16, F8_E4M3 float8_e4m3fn, F8_E5M2 float8_e5m2, F8_E8M0 flo
 
 BY_TAG = {tag: np.dtype(name) for tag, name in (pair.split() for pair in _NAMES.split(", "))}
 BY_TAG |= {tag: np.dtype(getattr(ml_dtypes, name)) for tag, name in (pair.split() for pair in _SMALL.split(", "))}
-"""NumPy's dtype for safetensors' name of it."""
+"""NumPy dtypes by safetensors' names."""
 
 TAGS = {dtype: tag for tag, dtype in BY_TAG.items()}
-"""safetensors' name for a NumPy dtype."""
+"""safetensors' names by NumPy dtype."""
 
 METADATA = "__metadata__"
-"""The key of the file's strings in a header; no tensor can have this name."""
+"""The key of the metadata in a header; no tensor can have this name."""
 
 _MOST_AXES = 64
 _DEFLATED = 1032
-"""The most bytes that one of a deflated stream can stand for."""
+"""Maximum ratio of uncompressed to deflated bytes."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of a file, its data not read yet.
+    """A tensor of a file, read on demand.
 
     Attributes:
         name: its key in the file; for .npy the file's stem.
         dtype: NumPy's dtype.
         shape: its shape.
-        read: reads the data. Raises `BadFile`.
+        read: reads the data; raises `BadFile`.
     """
 
     name: str
@@ -83,11 +83,11 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Model:
-    """An open file: its tensors in the file's order, and the metadata of a .safetensors.
+    """An open file: its tensors in file order, and the metadata of a .safetensors file.
 
     Attributes:
         path, tensors, metadata: of the file.
-        files: what its tensors are read from, for as long as it isn't closed.
+        files: the open files that tensors are read from.
     """
 
     path: Path
@@ -96,7 +96,7 @@ class Model:
     files: tuple[HeldFile, ...] = ()
 
     def close(self) -> None:
-        """Closes what it is read from."""
+        """Closes its files."""
         for file in self.files:
             file.close()
 
@@ -104,10 +104,8 @@ class Model:
 def open_model(path: Path) -> Model:
     """Reads the header of a .safetensors, .npy or .npz file.
 
-    bfloat16 in .npy and .npz, which NumPy writes as two bytes without a type ("V2"), is read as such.
-
-    Raises:
-        BadFile: no such file, another kind of file, or one that is truncated or corrupt.
+    NumPy writes bfloat16 as two untyped bytes ("V2"); they are read as bfloat16. Raises BadFile if the file doesn't exist, is
+    truncated or corrupt, or has another type.
     """
     readers = {".safetensors": _open_safetensors, ".npy": _open_npy, ".npz": _open_npz}
     if path.suffix not in readers:
@@ -118,7 +116,7 @@ def open_model(path: Path) -> Model:
 
 @contextmanager
 def as_bad_file(path: Path, tensor: str | None = None) -> Iterator[None]:
-    """Turns any error of a library that reads this file into a BadFile."""
+    """Converts any exception raised while reading this file to a BadFile."""
     try:
         yield
     except BadFile:
@@ -134,7 +132,7 @@ def as_bad_file(path: Path, tensor: str | None = None) -> Iterator[None]:
 
 
 def _problem_with_shape(shape: Sequence[int], dtype: np.dtype) -> str | None:
-    """The reason why no array can have this shape, or None."""
+    """Returns why no array can have this shape, or None."""
     if len(shape) > _MOST_AXES or not all(map(untrusted.is_size, shape)):
         return f"shape {_shortened(shape)} must be integers of 0 or more, {_MOST_AXES} at most"
     if math.prod(size or 1 for size in shape) * dtype.itemsize >= 2**63:
@@ -178,9 +176,9 @@ def _open_safetensors(file: HeldFile) -> Model:
 def _safetensors_entry(
     file: HeldFile, data: int, first: int, name: str, *, dtype: str, shape: list[int], data_offsets: list[int]
 ) -> Tensor:
-    """A tensor whose data must begin at `first`, counted from the byte `data` of the file."""
+    """Parses a header entry; data must begin `first` bytes after byte `data` of the file."""
     path = file.path
-    name.encode()  # not half of a character
+    name.encode()  # raises for a lone surrogate
     if dtype not in BY_TAG:
         raise BadFile(path, f"dtype {dtype} is not known", name)
     start, end = data_offsets
@@ -266,17 +264,17 @@ def _npy(path: Path, name: str, opened: _Opened, size: int) -> Tensor:
         with as_bad_file(path, name):
             with opened() as file:
                 x = np.lib.format.read_array(file, allow_pickle=False)
-                file.read(1)  # the end of a zip member, where its checksum is looked at
+                file.read(1)  # reads to the end of a zip member, where its checksum is verified
             if (x.dtype, x.size) != (stored, math.prod(shape)):
                 raise BadFile(path, "was changed after it was opened", name)
-            # NumPy makes a scalar that it lays out anew one of shape (1,).
+            # np.ascontiguousarray turns a scalar into shape (1,).
             return x.view(dtype) if stored.kind == "V" else np.ascontiguousarray(x, dtype).reshape(shape)
 
     return Tensor(name, dtype, shape, read)
 
 
 def _npy_header(path: Path, name: str, file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype, int]:
-    """Shape and dtype of an array in NumPy's format, and where its data begin."""
+    """Returns shape and dtype of an .npy array, and the offset of its data."""
     headers = {(1, 0): (2, np.lib.format.read_array_header_1_0), (2, 0): (4, np.lib.format.read_array_header_2_0)}
     version = np.lib.format.read_magic(file)
     if version not in headers:
@@ -284,7 +282,7 @@ def _npy_header(path: Path, name: str, file: IO[bytes]) -> tuple[tuple[int, ...]
     width, read_array_header = headers[version]
     prefix = file.read(width)
     length = int.from_bytes(prefix, "little")
-    if length > 65535:  # NumPy reads it all before it says that it is too long.
+    if length > 65535:  # NumPy would read all of it before rejecting it
         raise BadFile(path, f"a header of {length} bytes is not read", name)
     header = prefix + file.read(length)
     shape, _, stored = read_array_header(io.BytesIO(header))
@@ -303,15 +301,15 @@ class Entry:
 def write_safetensors(
     path: Path, entries: Sequence[Entry], arrays: Iterable[tuple[str, np.ndarray]], metadata: Mapping[str, str]
 ) -> None:
-    """Writes a .safetensors file; `arrays` gives (name, array) for each of `entries`, in any order, one held at a time.
+    """Writes a .safetensors file, holding one array at a time.
 
-    Raises:
-        ValueError: two entries have one name, or an array isn't what its entry says.
+    `arrays` yields (name, array) for each of `entries`, in any order. Raises ValueError if two entries have the same name, or
+    if an array doesn't match its entry.
     """
     header: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}
     where: dict[str, tuple[Entry, int]] = {}
     offset = 0
-    # Readers view tensors in place: larger types first keeps every one aligned.
+    # Readers view tensors in place; sorting larger types first keeps all tensors aligned.
     for entry in sorted(entries, key=lambda e: (-e.dtype.itemsize, e.name)):
         if entry.name in where:
             raise ValueError(f"two tensors would be called {entry.name!r}")

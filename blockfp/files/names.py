@@ -1,19 +1,19 @@
-"""The names under which model files and checkpoints hold things: one home for all that write them and all that read them.
+"""Names of entries in model files and checkpoints.
 
-In a file or a state dict a quantized weight NAME is
+In a file or a state dict, a quantized weight NAME is
 
-    NAME                                 no bytes: shape (0, *shape of the weight), dtype the nominal one (`no_values`)
+    NAME                                 without bytes: shape (0, *shape of the weight), nominal dtype (`no_values`)
     NAME_codes, NAME_scale, NAME_tensor_scale
-    NAME_format_FORMAT                   as NAME; in state dicts and checkpoints alone
+    NAME_format_FORMAT                   like NAME; only in state dicts and checkpoints
 
-and a checkpoint of `blockfp.torch.save_checkpoint` is
+A checkpoint of `blockfp.torch.save_checkpoint` contains
 
     model.NAME                           the model's state dict
-    optimizer.state.NAME.master, ..      the optimizer's; optimizer.param_groups...
-    extra.step, extra.own.NAME           the step, and what the user gave
-    extra.tied.OTHER_NAME                the first name of a weight that has several
+    optimizer.state.NAME.master, ..      the optimizer's state dict; optimizer.param_groups...
+    extra.step, extra.own.NAME           the step, and the user's entries
+    extra.tied.OTHER_NAME                the first name of a weight with several names
 
-Files outlive versions: a name that is changed here is a file that can't be read.
+Files outlive versions: after a change here, old files can't be read.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 SUFFIXES = {"codes": "_codes", "scales": "_scale", "tensor_scale": "_tensor_scale"}
-"""The ending of each part's name, behind the weight's."""
+"""Suffixes of each part's name after the weight's name."""
 
 FORMAT = "_format_"
-"""Between a weight's name and that of its format."""
+"""Separates a weight's name from its format's name."""
 
 MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"
-"""The parts of a checkpoint."""
+"""Top-level names in a checkpoint."""
 
 STEP, OWN, TIED = "step", "own", "tied"
-"""The parts of `EXTRA`."""
+"""Names under `EXTRA`."""
 
 STATE, GROUPS = "state", "param_groups"
-"""The parts of an optimizer's state dict."""
+"""Names in an optimizer's state dict."""
 
 LAYER_BUFFERS = (("input_amax_history", "input_scale"), ("gradient_amax_history", "gradient_scale"), ("rng_key", "step"))
-"""The buffers that a recipe may need in PyTorch's layers: pairs, of which a layer has both or none."""
+"""Buffers that a recipe may need in PyTorch layers, as pairs; a layer has both of a pair or neither."""
 
 
 def no_values(shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the shape of what stands under a quantized weight's own name: of no bytes, and of the wrong rank for a plain one.
+    """Returns the shape of the entry under a quantized weight's own name: no bytes, and one axis more than the weight.
 
-    A reader that knows nothing of codes stops there, whatever it casts to or forgives, instead of leaving its own values.
+    Readers that know no codes fail on the shape, whatever they cast or tolerate, and don't silently keep their own weights.
     """
     return (0, *shape)
 

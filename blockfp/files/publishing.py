@@ -1,8 +1,8 @@
-"""How a checkpoint gets its name: when it is whole, in one step, and beside others who save to the same folder.
+"""Publication of checkpoints: a complete checkpoint gets its name atomically, even if other processes save to the folder.
 
 FOLDER/
-  step-00000200/                     a checkpoint that is whole (`manifest`)
-  .step-00000300.0123456789ab.tmp/   one being written: its manifest is empty, and locked by the process that writes it
+  step-00000200/                     a complete checkpoint (`manifest`)
+  .step-00000300.0123456789ab.tmp/   being written: its manifest is empty and locked by the writing process
   .step-00000100.0123456789ab.old/   surplus, being removed
 """
 
@@ -22,19 +22,20 @@ from .atomic import is_open, left_behind, make_folder, naming, to_disk
 from .manifest import LEFT_BEHIND, MANIFEST, FileSum
 
 _ours: dict[Path, set[tuple[str, int]]] = {}
-"""By a run's folder: the checkpoints that this process may remove from it, by name and the time of their manifest."""
+"""Checkpoints that this process may remove, by the run's folder; each is identified by name and modification time of its
+manifest."""
 
 
 def take_over(run: Path) -> None:
-    """Says that a run goes on here: `keep` may remove the checkpoints that are there now, and those that this process saves.
+    """Declares that this process continues a run: `keep` may remove checkpoints present now and those saved here later.
 
-    What another process saves later stays. A process that doesn't call it takes over what is there at its first save.
+    Checkpoints that other processes save later stay. A process that doesn't call this takes over at its first save.
     """
     _ours[run.resolve()] = set(_whole(run).values())
 
 
 def _whole(run: Path) -> dict[Path, tuple[str, int]]:
-    """The checkpoints of a run, those of the lowest steps first, with what they are known by."""
+    """Returns a run's checkpoints, lowest steps first, with their identities."""
     found = {}
     for path in (manifest.folder_of(run, step) for step in manifest.steps(run)):
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -43,11 +44,11 @@ def _whole(run: Path) -> dict[Path, tuple[str, int]]:
 
 
 class Draft:
-    """A checkpoint that is being written.
+    """A checkpoint being written.
 
     Attributes:
-        checkpoint: the folder that it is to be.
-        folder: the one that it is until then, which nobody else has.
+        checkpoint: the final folder.
+        folder: the temporary folder, private to this process.
     """
 
     def __init__(self, checkpoint: Path, folder: Path):
@@ -55,27 +56,26 @@ class Draft:
         self._lock: int | None = None
 
     def lock(self) -> bool:
-        """Makes the manifest, and holds its lock as long as it is being written; False where the folder is gone."""
+        """Creates the manifest and locks it while the checkpoint is written; returns False if the folder is gone."""
         path = self.folder / MANIFEST
         try:
             self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except FileNotFoundError:
             return False
-        # Where the file system has no locks nobody removes it either.
+        # On a file system without locks, nobody removes the folder either.
         with suppress(OSError):
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         return is_open(path, self._lock)
 
     def publish(self, files: Mapping[str, FileSum], keep: int | None) -> None:
-        """Gives a checkpoint whose files are on the disk its name, in one step; then removes others until `keep` are left.
+        """Renames a checkpoint whose files are on disk to its final name, then removes old ones until `keep` are left.
 
-        Those of the lowest steps go first; this one stays, also where the run went back and there are later steps, and so do
-        those that another process has saved meanwhile (`take_over`). What can't be removed is a warning: the checkpoint is
-        there.
+        The lowest steps are removed first. This checkpoint stays, even if the run went back and later steps exist, and so do
+        checkpoints saved by other processes (`take_over`). Failing to remove one only warns.
 
         Raises:
-            FileExistsError: another process has saved this step meanwhile.
-            OSError: a file isn't there, or not whole, or the folder couldn't get its name. Nothing is removed then.
+            FileExistsError: another process has saved this step.
+            OSError: a file is missing or incomplete, or the folder can't be renamed. Nothing is removed then.
         """
         found = [p for name, expected in files.items() if (p := manifest.problem_with(self.folder / name, expected.length))]
         if found:
@@ -94,12 +94,12 @@ class Draft:
         self._unlock()
 
     def _rename(self) -> None:
-        """Renames the folder. No file system replaces a folder that has files, so this replaces no checkpoint."""
+        """Renames the folder. No file system replaces a non-empty folder, so this can't replace a checkpoint."""
         assert self._lock is not None
         try:
             os.rename(self.folder, self.checkpoint)
         except OSError as error:
-            # A server of NFS may have done it, and been asked again when its answer was lost.
+            # An NFS server may have renamed it and received a retry because its answer was lost.
             if not is_open(self.checkpoint / MANIFEST, self._lock):
                 if os.path.lexists(self.checkpoint):
                     raise FileExistsError(f"{self.checkpoint} exists: another process has saved this step meanwhile") from error
@@ -107,13 +107,13 @@ class Draft:
         try:
             to_disk(self.checkpoint.parent)
         except OSError:
-            # It is not saved while a crash could take it, and the caller is told so.
+            # Undo: the checkpoint must not look saved as long as a crash could lose it.
             with suppress(OSError):
                 os.rename(self.checkpoint, self.folder)
             raise
 
     def _surplus(self, keep: int | None) -> list[Path]:
-        """The checkpoints beside this one that are too many, and this process's to remove."""
+        """Returns the surplus checkpoints in the folder that this process may remove."""
         run = self.checkpoint.parent
         there, ours = _whole(run), _ours.setdefault(run.resolve(), set())
         if self.checkpoint in there:
@@ -127,7 +127,7 @@ class Draft:
         return others[: max(0, len(others) + 1 - keep)]
 
     def give_up(self) -> None:
-        """Removes what was written of it."""
+        """Deletes the draft."""
         self._unlock()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -138,11 +138,11 @@ class Draft:
 
 
 def begin(checkpoint: Path) -> Draft:
-    """Makes a folder to write a checkpoint to, with a name of its own, and removes what runs that died left.
+    """Creates a temporary folder for a checkpoint and removes those of dead runs.
 
     Raises:
-        FileExistsError: there is a checkpoint of this name, or the run's folder is a checkpoint itself.
-        OSError: the run's folder is a file, or can't be written to.
+        FileExistsError: the checkpoint exists, or the run's folder is a checkpoint itself.
+        OSError: the run's folder is a file, or is not writable.
     """
     run = checkpoint.parent
     if checkpoint.exists():
@@ -163,7 +163,7 @@ def begin(checkpoint: Path) -> Draft:
 
 
 def _begun(checkpoint: Path) -> Draft | None:
-    """Makes a folder of a new name, and its manifest, locked; None where another process took it for left behind."""
+    """Creates a temporary folder with a locked manifest; returns None if another process removed it before it was locked."""
     draft = Draft(checkpoint, checkpoint.parent / f".{checkpoint.name}.{secrets.token_hex(6)}.tmp")
     draft.folder.mkdir()
     try:
@@ -178,7 +178,8 @@ def _begun(checkpoint: Path) -> Draft | None:
 
 def _remove_left_behind(path: Path) -> None:
     try:
-        # An empty one may be just begun: who begins it makes another. Versions before this one had nothing that is locked.
+        # An empty folder may have just been created; its creator retries with another. Folders of earlier versions have no
+        # lock.
         with suppress(OSError):
             os.rmdir(path)
         if path.suffix == ".tmp" and not path.is_symlink() and os.path.lexists(path / MANIFEST):
@@ -188,7 +189,7 @@ def _remove_left_behind(path: Path) -> None:
     except BlockingIOError:
         warnings.warn(f"{path} is being written: another process saves to this folder at the same time", stacklevel=2)
     except FileNotFoundError:
-        pass  # It has its name now, or another process has removed it.
+        pass  # It has been published, or another process has removed it.
     except OSError as error:
         warnings.warn(f"{path} was left behind and can't be removed: {error}", stacklevel=2)
 
@@ -202,9 +203,9 @@ def _remove(surplus: Iterable[Path]) -> None:
 
 
 def _hidden(folder: Path) -> Path:
-    """Renames what is to be removed, so that nobody finds half of it; returns what it is called now.
+    """Renames a folder before its removal, so that nobody finds a partial checkpoint; returns the new path.
 
-    A file of it that is open meanwhile, as a lock is, NFS would keep, and the folder with it.
+    Callers hold the lock for the renaming only: NFS keeps an open file, and with it the folder.
     """
     name = folder.name.removeprefix(".").split(".")[0]
     hidden = folder.with_name(f".{name}.{secrets.token_hex(6)}.old")
@@ -213,12 +214,12 @@ def _hidden(folder: Path) -> Path:
 
 
 def _delete(folder: Path) -> None:
-    """Removes a folder; of one that lies elsewhere the link to it."""
+    """Removes a folder, or just the link if it is a symbolic link."""
     for again in (True, False):
         try:
             return folder.unlink() if folder.is_symlink() else shutil.rmtree(folder)
         except OSError:
-            # Another process may remove it too, and servers have their moments.
+            # Another process may be removing it too, and network errors can be transient.
             if not os.path.lexists(folder):
                 return
             if not again:

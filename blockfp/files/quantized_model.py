@@ -2,16 +2,17 @@
 
 A tensor NAME of the original becomes
 
-    NAME               nothing: the original's dtype, but of shape [0, *shape], which no reader of plain weights takes
+    NAME               no bytes: the original dtype with shape [0, *shape], which readers of plain weights reject
     NAME_codes         the codes, U8 [..., rows, bytes]
-    NAME_scale         the scales, U8 or F32, one for each block
-    NAME_tensor_scale  F32, shape (), for NVFP4 only
+    NAME_scale         the scales, U8 or F32, one per block
+    NAME_tensor_scale  F32, shape (), only for formats with two levels (NVFP4)
 
-and what is not quantized stays as it is, under its name. The file's metadata says under "blockfp" what the codes are, as JSON:
+Tensors that are not quantized are stored unchanged. The metadata entry "blockfp" describes the codes as JSON:
 
     {"version": 1, "tensors": {NAME: {"format": "mxfp8_e4m3", "shape": [384, 1536], "dtype": "float32"}}}
 
-Files without that, into which others have put a state dict of PyTorch's, have NAME_format_FORMAT beside these, as NAME.
+Files written by other tools from a PyTorch state dict have no such entry; they contain NAME_format_FORMAT, an empty tensor like
+NAME.
 """
 
 from __future__ import annotations
@@ -38,10 +39,9 @@ VERSION = 1
 
 
 def quantize_model(model: Model, format: Format, path: Path, done: Progress) -> None:
-    """Writes the model with every tensor quantized that can be (`Tensor.skipped`), as a .safetensors file, to `path`.
+    """Writes a .safetensors file with every tensor quantized that can be (see `Tensor.skipped`).
 
-    Raises:
-        BadFile: a tensor can't be read or stored; what was written by then is no file.
+    Raises BadFile if a tensor can't be read or stored; the output is then incomplete.
     """
     if contents_of(model).weights:
         raise BadFile(model.path, "is quantized already: dequantize it first, or convert it to another layout")
@@ -72,11 +72,9 @@ def quantize_model(model: Model, format: Format, path: Path, done: Progress) -> 
 
 
 def dequantize_model(model: Model, path: Path, dtype: str | None, done: Progress) -> None:
-    """Writes a quantized model with the values of its codes, in `dtype` or each tensor's original one.
+    """Writes a quantized model's dequantized values, in `dtype` or each tensor's original dtype.
 
-    Raises:
-        BadFile: the file is not a quantized one, or a tensor's codes and scales don't fit each other; what was written by
-            then is no file.
+    Raises BadFile if the file isn't quantized or a tensor's codes and scales don't match; the output is then incomplete.
     """
     found = contents_of(model)
     if not found.weights:
@@ -100,11 +98,8 @@ def dequantize_model(model: Model, path: Path, dtype: str | None, done: Progress
 
 
 def read_model(model: Model) -> Iterator[tuple[str, np.ndarray | QuantizedArray]]:
-    """Yields (name, array) for each tensor of a file, quantized or not.
-
-    Raises:
-        BadFile: a tensor can't be read, or its codes and scales don't fit each other.
-    """
+    """Yields (name, array) for each tensor of a file, quantized or not; raises BadFile for unreadable or inconsistent
+    tensors."""
     found = contents_of(model)
     for name, weight in found.weights.items():
         yield name, weight.read()
@@ -113,11 +108,7 @@ def read_model(model: Model) -> Iterator[tuple[str, np.ndarray | QuantizedArray]
 
 
 def together(path: Path, models: Sequence[Model]) -> Model:
-    """Several files as one, which is called `path`.
-
-    Raises:
-        BadFile: two hold a tensor of one name, or the description of a quantized one is not what blockfp writes.
-    """
+    """Combines several open files into one model named `path`; raises BadFile for duplicate names or an invalid description."""
     tensors = tuple(tensor for model in models for tensor in model.tensors)
     twice = [name for name, times in Counter(tensor.name for tensor in tensors).items() if times > 1]
     if twice:
@@ -131,10 +122,9 @@ def together(path: Path, models: Sequence[Model]) -> Model:
 
 
 def contents_of(model: Model) -> Contents:
-    """The quantized tensors of a file, of whichever layout, and the others.
+    """Returns the quantized tensors of a file, in any known layout, and the others.
 
-    Raises:
-        BadFile: codes and scales don't fit each other, or are of a layout that blockfp has no format for.
+    Raises BadFile if codes and scales don't match, or have a layout without a blockfp format.
     """
     tensors = {tensor.name: tensor for tensor in model.tensors}
     if KEY in model.metadata:
@@ -157,7 +147,7 @@ def _check_storable(model: Model, tensor: Tensor) -> None:
 
 
 def check_names(path: Path, entries: list[Entry]) -> None:
-    """Raises BadFile where two tensors would have one name, or one a name that a file can't hold."""
+    """Raises BadFile for duplicate names and names that a file can't hold."""
     names: set[str] = set()
     for entry in entries:
         if not isinstance(entry.name, str) or entry.name == METADATA:
@@ -179,7 +169,7 @@ def _description(model: Model) -> dict[str, dict]:
 
 
 def _of_state_dict(model: Model, tensors: dict[str, Tensor]) -> dict[str, Weight]:
-    """The weights of a state dict of PyTorch that another library has put into a file: an entry has the format's name."""
+    """Finds the weights of a PyTorch state dict that another tool saved: an entry's name contains the format."""
     weights = {}
     for entry, tensor in tensors.items():
         name, _, format = entry.rpartition(FORMAT)
@@ -194,7 +184,7 @@ def _of_state_dict(model: Model, tensors: dict[str, Tensor]) -> dict[str, Weight
 
 
 def _described_weight(model: Model, tensors: dict[str, Tensor], name: str, what: dict) -> Weight:
-    """The weight that an entry of the description stands for."""
+    """Returns the weight that an entry of the description declares."""
     try:
         format = Format.parse(what["format"])
         shape = tuple(what["shape"])

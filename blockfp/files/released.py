@@ -1,29 +1,30 @@
-"""Weights of released models: codes and scales as other libraries lay them in .safetensors files.
+"""Reads released models: weights in the .safetensors layouts of other libraries.
 
-A layout is known by its own marks, the names and dtypes beside each other; b stands for a block of the format:
+A layout is recognized by the names and dtypes of its entries; b is a block of the format:
 
-| who writes it | codes | scales | scale of the tensor | format |
+| written by | codes | scales | tensor scale | format |
 |---|---|---|---|---|
 | DeepSeek, Qwen, transformers | NAME F8_E4M3 | NAME_scale_inv F32, b 128x128 | | fp8_e4m3_128x128_fp32 |
 | the same | NAME F8_E4M3 | NAME_scale_inv F8_E8M0, b 128x128 | | fp8_e4m3_128x128 |
-| DeepSeek's experts in FP4 | NAME I8, two a byte | NAME_scale_inv F8_E8M0, b 1x32 | | mxfp4_e2m1 |
+| DeepSeek's experts in FP4 | NAME I8, two per byte | NAME_scale_inv F8_E8M0, b 1x32 | | mxfp4_e2m1 |
 | DeepSeek V4, Mistral | L.weight, as above | L.scale, L.qscale_weight, as above | | as above |
 | compressed-tensors, ModelOpt | NAME F8_E4M3, F8_E5M2 | NAME_scale, one | | fp8_e4m3, fp8_e5m2 |
 | compressed-tensors | NAME F8_E4M3, F8_E5M2 | NAME_scale F32, b 128x128 or 1x128 | | fp8_.._fp32 |
 | compressed-tensors, ModelOpt | NAME F8_E4M3, F8_E5M2 | NAME_scale [out, 1] or [out] | | fp8_e4m3_row, fp8_e5m2_row |
 | compressed-tensors, ModelOpt | NAME F8_E4M3, F8_E5M2 | NAME_scale U8 or F8_E8M0, b 1x32 | | mxfp8_.. |
 | compressed-tensors | NAME_packed U8 | NAME_scale U8 or F8_E8M0, b 1x32 | | mxfp4_e2m1 |
-| compressed-tensors | NAME_packed U8 | NAME_scale F8_E4M3, b 1x16 | NAME_global_scale, one, which divides | nvfp4 |
+| compressed-tensors | NAME_packed U8 | NAME_scale F8_E4M3, b 1x16 | NAME_global_scale, one, divides | nvfp4 |
 | ModelOpt | NAME U8 | NAME_scale F8_E4M3, b 1x16 | NAME_scale_2, one | nvfp4 |
 | gpt-oss | NAME_blocks U8 [.., b, 16] | NAME_scales U8, b 1x32 | | mxfp4_e2m1 |
 
-Codes and scales are the file's bits. Three things are said otherwise: E8M0 scales of 128x128 blocks become the same powers of
-two in fp32, 16-bit scales the same numbers in fp32, and a scale that divides becomes the nearest fp32 inverse (values within
-2 ulp). One that is NaN or infinite is refused when it is read. Where rows have at most 128 columns, [out, 1] is a scale for
-each row if config.json names the strategy "channel" and not "group", else of 1x128, with the same values. What was quantized
-otherwise, such as with zero points, is refused by name, and so are codes without scales or with more than these, blocks of
-another size than config.json says, and integers of a model whose config.json names a method that has no layout here (HQQ, EETQ,
-AQLM, torchao ..): a reader would take them for values.
+Codes and scales keep their bits, with three exceptions: E8M0 scales of 128x128 blocks become the same powers of two in fp32,
+16-bit scales become fp32, and a dividing scale becomes its fp32 inverse rounded to nearest (values within 2 ulp). Reading a
+scale that is NaN or infinite raises an error. If rows have at most 128 columns, [out, 1] is ambiguous: it means one scale per
+row if config.json names the strategy "channel" and not "group", else 1x128 blocks with the same values.
+
+Other quantization, such as zero points, is refused by name. So are codes without scales or with extra scales, block sizes that
+contradict config.json, and integers of a model whose config.json names a method without a layout here (HQQ, EETQ, AQLM, torchao
+..), which a reader would mistake for values.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ from .modelfile import Tensor
 
 
 class Marks(NamedTuple):
-    """The endings of the names under which a layout keeps a weight.
+    """Suffixes of the entries of a weight in a layout.
 
     Attributes:
-        codes, scales: of the blocks.
-        tensor_scale: of the scale above them, or None.
-        divides: whether values are divided by that.
-        weight: of the parameter.
+        codes, scales: suffixes of codes and block scales.
+        tensor_scale: suffix of the tensor scale, or None.
+        divides: whether the tensor scale divides.
+        weight: suffix of the parameter's name.
     """
 
     codes: str
@@ -87,20 +88,19 @@ _OTHERS = {
     ".pre_quant_scale": "inputs that are scaled first (AWQ)",
     ".bitmask": "sparse weights",
 }
-"""Endings of names that tell of a way to quantize which no format has."""
+"""Suffixes of entries that indicate an unsupported quantization."""
 
 _METHODS = ("blockfp", "fp8", "compressed-tensors", "modelopt", "mxfp4", "fbgemm_fp8", "quark")
-"""Methods in a config.json whose layouts are known; others' integers of 32 bits, and in vectors, may be codes, too."""
+"""Methods in config.json with a known layout. With other methods, 32-bit integers and vectors may also be codes."""
 
 _OF_ACTIVATIONS = tuple(f"{name}_scale" for name in ("input", "input_global", "activation", "output", "q", "k", "v", "kv"))
-"""Endings of names of scales that no weight needs."""
+"""Suffixes of scales that weights don't use."""
 
 
 def weights(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Weight]:
-    """The quantized weights among the tensors of a file, by name.
+    """Returns the quantized weights among a file's tensors, by name.
 
-    Raises:
-        BadFile: one is quantized in a way that blockfp has no format for; the message says which.
+    Raises BadFile, naming the quantization, if blockfp has no format for it.
     """
     for name in tensors:
         for ending, what in _OTHERS.items():
@@ -124,7 +124,7 @@ def weights(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Weight]:
 
 
 def _check_alone(path: Path, weight: Weight, other: Weight | None, tensors: Mapping[str, Tensor]) -> None:
-    """Raises BadFile where a weight has scales beyond those of its layout."""
+    """Raises BadFile if a weight has more scales than its layout."""
     beyond = [name for name in (weight.name + ending for ending in _SCALES) if name in tensors and name not in weight.entries]
     beyond += [] if other is None else list(other.entries[1:])
     if beyond:
@@ -133,7 +133,7 @@ def _check_alone(path: Path, weight: Weight, other: Weight | None, tensors: Mapp
 
 
 def _check_scaled(path: Path, tensors: Mapping[str, Tensor], found: Mapping[str, Weight], told: Callable[[], _Told]) -> None:
-    """Raises BadFile where codes of a quantized model have no scales that a layout knows, and would be taken for values."""
+    """Raises BadFile if a quantized model has codes without known scales, which would be mistaken for values."""
     taken = {name for weight in found.values() for name in weight.entries}
     for name, tensor in tensors.items():
         fp8 = tensor.dtype in _ELEMENTS and len(tensor.shape) > 1
@@ -151,14 +151,15 @@ def _check_scaled(path: Path, tensors: Mapping[str, Tensor], found: Mapping[str,
 
 
 def _may_be_codes(tensor: Tensor, told: Callable[[], _Told]) -> bool:
-    """Tells whether integers that no layout has taken are codes: a quantized model's, and no tables of tokens or positions."""
+    """Returns whether unclaimed integers may be codes: the model is quantized, and they aren't tables of tokens or
+    positions."""
     if tensor.dtype.kind not in "iu" or not tensor.shape or not told().quantized:
         return False
     return tensor.dtype.itemsize <= 4 if told().foreign else tensor.dtype.itemsize <= 2 and len(tensor.shape) > 1
 
 
 def activation_scales(weights: Collection[str], others: Mapping[str, Tensor]) -> list[str]:
-    """Names of scales of activations beside quantized weights, each one number: those of layers' inputs, and of KV caches."""
+    """Returns names of single scales of activations (layer inputs and KV caches) in layers with quantized weights."""
     quantized = {name[: dot.start()] for name in weights for dot in re.finditer(r"\.", name)}
     return [
         name
@@ -168,19 +169,19 @@ def activation_scales(weights: Collection[str], others: Mapping[str, Tensor]) ->
 
 
 def _are_codes(tensor: Tensor) -> bool:
-    # Integers of 32 bits hold several codes of other quantizers.
+    # 32-bit integers hold several codes of other quantizers.
     return tensor.dtype in _ELEMENTS or tensor.dtype in (*_BYTES, np.dtype(np.int32))
 
 
 class _Told(NamedTuple):
-    """The settings in config.json beside a file.
+    """Settings in the config.json next to a file.
 
     Attributes:
-        dtype: that values have; bfloat16 where it says none.
-        channels: whether compressed-tensors' strategy "channel" is there, and "group" is not.
-        blocks: rows and columns of blocks, where it names some.
-        quantized: whether the model is.
-        foreign: the method by which it is, where that has no layout here.
+        dtype: dtype of values; bfloat16 if unspecified.
+        channels: whether compressed-tensors' strategy "channel" is present and "group" is not.
+        blocks: (rows, columns) of the block sizes that it names.
+        quantized: whether the model is quantized.
+        foreign: the quantization method, if it has no layout here.
     """
 
     dtype: np.dtype
@@ -202,7 +203,7 @@ def _told(path: Path) -> _Told:
         return _Told(DTYPES["bfloat16"])
     named = config.get("dtype") or config.get("torch_dtype")
     dtype = DTYPES.get(named if isinstance(named, str) else "", DTYPES["bfloat16"])
-    # Models of text and images have them in a part of their own.
+    # Multimodal models nest their settings.
     parts = [part for part in (config, *config.values()) if isinstance(part, dict)]
     there = [part.get("quantization_config") or part.get("compression_config") for part in parts]
     settings = next((settings for settings in there if isinstance(settings, dict)), None)
@@ -269,7 +270,7 @@ def _weight(path: Path, name: str, marks: Marks, codes: Tensor, scales: Tensor, 
 def _format(
     element: ElementFormat, shape: tuple[int, ...], scales: Tensor, above: Tensor | None, channels: bool
 ) -> Format | None:
-    """The format of codes whose scales look so, `channels` first if need be; None where there is none."""
+    """Returns the format that matches these scales, or None; `channels` prefers one scale per row."""
     if len(shape) < 2:
         return None
     fp8, mx = f"fp8_{element}", f"{'mxfp4' if element is E2M1 else 'mxfp8'}_{element}"
@@ -292,14 +293,14 @@ def _format(
 
 
 def _alike(format: Format, block: tuple[int, int], shape: tuple[int, ...]) -> bool:
-    """Tells whether FP8 blocks of another size would be the same blocks of this matrix."""
+    """Returns whether both block shapes divide this matrix into the same blocks."""
     if format.block is None or format.per_row or format.element is E2M1:
         return True
     return all(a == b or size <= min(a, b) for a, b, size in zip(format.block, block, shape[-2:], strict=True))
 
 
 def _numbers(path: Path, name: str, x: np.ndarray, what: str = "") -> np.ndarray:
-    """Scales in fp32; raises BadFile where one is no finite number."""
+    """Returns scales in fp32; raises BadFile if one is not finite."""
     x = x.astype(np.float32)
     if not np.isfinite(x).all():
         found = x[~np.isfinite(x)].reshape(-1)[0]

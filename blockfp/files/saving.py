@@ -1,16 +1,16 @@
-"""`save` and `load`: named arrays, quantized or not, in .safetensors files that NumPy, JAX and PyTorch read alike.
+"""`save` and `load`: named arrays, quantized or not, in .safetensors files that NumPy, JAX and PyTorch can read.
 
-One file, or several with an index, as the Hugging Face libraries write and read them:
+A model is one file, or several with an index in the format of the Hugging Face libraries:
 
     model.safetensors                                everything
-    model-1f0c9a2b-00001-of-00003.safetensors, ..    parts of it, each a file of its own, with a new token at each save
-    model.safetensors.index.json                     which tensor is in which part
+    model-1f0c9a2b-00001-of-00003.safetensors, ..    parts; each save uses a new token
+    model.safetensors.index.json                     maps tensors to parts
 
-The index alone says which parts are the model: it takes the place of an older one in one step, and only then older parts go,
-but for those that another file in the folder names: a copy of an index, or one that was renamed. Parts that a killed save left
-go with the next save. Their token is the first half of that in the name of the index's temporary file, which is there, and
-locked, for as long as they are being written (`atomic`). All files of a model have the permissions of the older one.
-`files.quantized_model` says how a quantized tensor lies in a file. Its codes and scales are always in the same one.
+Only the index determines which parts form the model. It is replaced atomically, and older parts are removed afterwards, except
+those named by another file in the folder, such as a copied or renamed index. The next save removes parts of a killed save: a
+part's token is the first 8 of the 12 digits in the name of the index's temporary file, which exists and is locked while the
+parts are written (`atomic`). New files get the permissions of the older model. `files.quantized_model` describes the entries
+of a quantized tensor; its codes and scales are always in the same file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 INDEX = ".index.json"
 
 _ATTEMPTS = 20
-"""Times that a model is opened while others save it, before that is an error."""
+"""Attempts to open a model that other processes keep replacing."""
 
 
 def save(
@@ -51,19 +51,19 @@ def save(
     file_bytes: int | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes named arrays to a .safetensors file, or to several.
+    """Writes named arrays to one or several .safetensors files.
 
-    Whatever is at `path`, one file or several, stays until the new one is whole, and goes then.
+    An existing model at `path` stays until the new one is complete, and is then removed.
 
     Args:
         path: name of the file, ending in .safetensors.
-        tensors: NumPy arrays and quantized ones, by name.
-        file_bytes: begin another file where one would get larger, and write an index; None writes one file.
-        metadata: further strings for the file's header, by strings.
+        tensors: NumPy arrays and quantized arrays by name.
+        file_bytes: maximum size of a file; larger models are split and get an index. None writes one file.
+        metadata: additional strings for the file's header.
 
     Raises:
-        TypeError, ValueError: an argument that isn't what it should be. `blockfp.errors.BadFile` (a ValueError) names the
-            tensor: one that is no array, a dtype that can't be stored, a name that is needed for another tensor's parts.
+        TypeError, ValueError: an argument is invalid. `blockfp.errors.BadFile` (a ValueError) names the tensor: it is not an
+            array, has a dtype that can't be stored, or has a name that another tensor's parts need.
 
     Example:
         >>> blockfp.save("model.safetensors", {"layer.weight": blockfp.quantize(w, "mxfp8_e4m3_32x32"), "layer.bias": b})
@@ -72,20 +72,20 @@ def save(
 
 
 def load(path: str | PathLike[str]) -> dict[str, np.ndarray | QuantizedArray]:
-    """Reads what `save` of any framework wrote, a released quantized model, or any other .safetensors file, one or several.
+    """Reads a model written by `save` in any framework, a released quantized model, or any other .safetensors file or files.
 
-    Of released models it knows the layouts of DeepSeek and Qwen (FP8), compressed-tensors, ModelOpt (NVFP4) and gpt-oss, each
-    by its own marks (`files.released`); codes and scales stay as they are, and values have the dtype of config.json.
+    Supports the layouts of DeepSeek and Qwen (FP8), compressed-tensors, ModelOpt (NVFP4) and gpt-oss, recognized by their
+    entries (`files.released`). Codes and scales keep their bits, and values have the dtype in config.json.
 
     Args:
-        path: a .safetensors file, its .index.json, or a folder that has model.safetensors or its index.
+        path: a .safetensors file, its .index.json, or a folder that contains model.safetensors or its index.
 
     Returns:
         Arrays and quantized arrays by name.
 
     Raises:
-        blockfp.errors.BadFile: no such file, one that is cut short, corrupt or of another kind, or weights that are quantized
-            in a way that blockfp has no format for.
+        blockfp.errors.BadFile: the file doesn't exist, is truncated, corrupt or of another type, or its quantization has no
+            format in blockfp.
     """
     return dict(read(Path(path)))
 
@@ -99,9 +99,9 @@ def write(
     *,
     own: bool = True,
 ) -> None:
-    """`save` for any framework: `to_numpy` makes a plain array, or a part of a quantized one, NumPy's; one at a time.
+    """Implements `save` for any framework; `to_numpy` converts a plain array or a part of a quantized one, one at a time.
 
-    Without `own` tensors are entries of another library's layout, and the file doesn't say that blockfp wrote it.
+    Without `own`, tensors are entries of another library's layout, and the file has no blockfp description.
     """
     from . import quantized_model
     from .modelfile import write_safetensors
@@ -122,14 +122,14 @@ def write(
         for name in names:
             laid, parts = entries[name], _parts(tensors[name])
             if len(laid) > len(parts):
-                # A quantized tensor's own name, under which there is nothing.
+                # The empty entry under a quantized tensor's own name.
                 yield laid[0].name, np.empty(laid[0].shape, laid[0].dtype)
             for entry, part in zip(laid[-len(parts) :], parts, strict=True):
                 yield entry.name, to_numpy(part)
 
     def write_one(temporary: Path, names: list[str]) -> None:
         described = {name: _description(tensors[name]) for name in names if _is_quantized(tensors[name])}
-        # Also where nothing is quantized: readers need not ask whether a name such as "a_scale" is another library's mark.
+        # Written even if nothing is quantized, so that readers don't take a name like "a_scale" for another library's layout.
         told = json.dumps({"version": quantized_model.VERSION, "tensors": described})
         strings = {**metadata, quantized_model.KEY: told} if own else metadata
         write_safetensors(temporary, [e for name in names for e in entries[name]], part_of(names), strings)
@@ -157,12 +157,12 @@ def write(
 
 
 def _token(of_temporary: str) -> str:
-    """The token in the names of parts, from that of their index's temporary file."""
+    """Returns the token of the parts' names, given the token of the index's temporary file."""
     return of_temporary[:8]
 
 
 def entries_of(path: Path, tensors: Mapping[str, Any]) -> dict[str, list[Entry]]:
-    """The entries of each tensor in a file. Raises BadFile where `write` would, before anything is written."""
+    """Returns the file entries of each tensor; raises BadFile for those that `write` would reject."""
     from . import quantized_model
 
     entries = {name: _entries(path, name, tensor) for name, tensor in tensors.items()}
@@ -172,7 +172,7 @@ def entries_of(path: Path, tensors: Mapping[str, Any]) -> dict[str, list[Entry]]
 
 @contextmanager
 def in_one_file(path: Path) -> Iterator[Path]:
-    """`replacing` for a model's one file: removes at the end the index and the parts of an older model at this path, too."""
+    """Like `replacing` for a single-file model; also removes the index and parts of an older model at this path."""
     index = path.with_name(path.name + INDEX)
     with naming(path, "saving"), _old_parts_removed(path, index, set()) as older:
         with replacing(path, older) as temporary:
@@ -190,7 +190,7 @@ def _warning_of_leftovers(path: Path) -> Iterator[None]:
 
 
 def _remove(path: Path) -> None:
-    """Removes a file, if it is there, and waits until no crash of the machine brings it back."""
+    """Removes a file if it exists, and flushes its folder to disk."""
     if os.path.lexists(path):
         path.unlink(missing_ok=True)
         to_disk(path.parent)
@@ -198,9 +198,10 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def _old_parts_removed(path: Path, index: Path, new: set[str]) -> Iterator[Path | None]:
-    """Yields a file of the older model, or None; removes at the end old parts, or new ones after an error, that nothing names.
+    """Yields a file of the older model, or None. On exit removes its parts, or after an error the new ones, unless a file names
+    them.
 
-    At the beginning it removes parts that killed saves left.
+    First removes the parts of killed saves.
     """
     with suppress(OSError):
         _remove_orphans(path, index)
@@ -223,7 +224,7 @@ def _remove_unnamed(path: Path, index: Path, parts: set[str]) -> None:
 
 
 def _unnamed(folder: Path, parts: set[str]) -> set[str]:
-    """Those of these parts that no file in the folder names: an index stays one under any name, and so does a copy of it."""
+    """Returns the parts that no file in the folder names; indexes count under any name, as do copies."""
     if not parts:
         return parts
     for name in os.listdir(folder):
@@ -238,7 +239,7 @@ def _unnamed(folder: Path, parts: set[str]) -> set[str]:
         except (FileNotFoundError, untrusted.NotPlain):
             continue
         except OSError:
-            if ".json" in name:  # it may name them all
+            if ".json" in name:  # it may be an index that names all of them
                 return set()
             continue
         parts = {part for part in parts if os.fsencode(part) not in content and json.dumps(part)[1:-1].encode() not in content}
@@ -246,7 +247,7 @@ def _unnamed(folder: Path, parts: set[str]) -> set[str]:
 
 
 def _remove_orphans(path: Path, index: Path) -> None:
-    """Removes parts, whole or half written, that nothing names and that no save is about to make the index name."""
+    """Removes complete and partial parts that nothing names and that no running save will name."""
     part = re.compile(rf"({re.escape(path.stem)}-([0-9a-f]{{8}})-\d{{5}}-of-\d{{5}}\.safetensors)")
     half = re.compile(rf"\.{part.pattern}\.[0-9a-f]{{12}}\.tmp")
     there = os.listdir(path.parent)
@@ -254,12 +255,12 @@ def _remove_orphans(path: Path, index: Path) -> None:
         remove_left_behind(path.with_name(name))
     remove_left_behind(index)
     under_way = set(map(_token, being_written(index)))
-    # The index is read after that: a save that ended in the meantime has made it name its parts.
+    # Read the index only now: a save that ended in between has made it name its parts.
     _remove_unnamed(path, index, {match[1] for match in map(part.fullmatch, there) if match and match[2] not in under_way})
 
 
 def _parts_named(path: Path, index: Path) -> set[str] | None:
-    """The parts of the model at `path` that its index names, called as parts are; None if it is not readable."""
+    """Returns the parts of the model at `path` that its index names; None if the index is unreadable."""
     try:
         names = set(untrusted.read_json(index)["weight_map"].values())
     except FileNotFoundError:
@@ -271,7 +272,7 @@ def _parts_named(path: Path, index: Path) -> set[str] | None:
 
 
 def read(path: Path) -> Iterator[tuple[str, np.ndarray | QuantizedArray]]:
-    """Yields (name, array) for everything in a file or several, one at a time."""
+    """Yields (name, array) for everything in one or several files, one at a time."""
     from . import quantized_model
 
     with closing(open_whole(path)) as model:
@@ -279,7 +280,7 @@ def read(path: Path) -> Iterator[tuple[str, np.ndarray | QuantizedArray]]:
 
 
 def open_whole(path: Path) -> Model:
-    """The tensors of one file or several, not read yet, as if they were in one; `path` and errors are those of `load`."""
+    """Opens one file or several as one model, without reading tensors; `path` and errors are those of `load`."""
     from .modelfile import as_bad_file, open_model
 
     with as_bad_file(path):
@@ -291,18 +292,18 @@ def open_whole(path: Path) -> Model:
             try:
                 model = _open_parts(index) if path == index or before[0] is None is not before[1] else open_model(path)
             except BadFile:
-                # A save may have come in between, and have removed what was looked for.
+                # A concurrent save may have removed the files.
                 if before == (before := _standing(path, index)):
                     raise
                 continue
-            # The parts that an index names belong together for as long as it stands.
+            # Parts that an index names belong together; a single file and index may have changed meanwhile.
             if model.path != index or before == (before := _standing(path, index)):
                 return model
         raise BadFile(path, f"was replaced {_ATTEMPTS} times while it was opened")
 
 
 def _standing(*paths: Path) -> tuple[tuple[int, ...] | None, ...]:
-    """Which files have these names now; None where none has."""
+    """Returns identity, size and modification time of each file; None for missing files."""
 
     def state(path: Path) -> tuple[int, ...] | None:
         try:
@@ -375,12 +376,7 @@ def _size(entries: list) -> int:
 
 
 def divided(entries: Mapping[str, list], file_bytes: int) -> list[list[str]]:
-    """Names file by file, in their order; a file holds more than `file_bytes` only where one name does.
-
-    Args:
-        entries: what each name stands for, with shapes and dtypes.
-        file_bytes: of one file.
-    """
+    """Divides names into files, in order; a file exceeds `file_bytes` only if a single name does."""
     files: list[list[str]] = [[]]
     filled = 0
     for name, parts in entries.items():

@@ -1,4 +1,4 @@
-"""Reading files that anybody may have written: regular ones alone, and no more of them than they hold."""
+"""Reads untrusted files: only regular files, and never more than they contain."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ from pathlib import Path
 from typing import IO, Any
 
 HEADER_BYTES = 100_000_000
-"""The longest header, index or manifest that is read: what the safetensors library allows."""
+"""Maximum length of a header, index or manifest, as in the safetensors library."""
 
 
 MOST_HELD = 256
-"""Files that a process holds open at most: it may have 1,024 descriptors on most systems."""
+"""Maximum number of files held open; most systems allow 1,024 descriptors per process."""
 
 
 class NotPlain(OSError):
-    """Says that a path is no regular file, but a folder, a device, a pipe or a socket."""
+    """The path is not a regular file, but a folder, device, pipe or socket."""
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Opens a regular file, or a link to one, for reading; of anything else nothing is read.
+    """Opens a regular file, or a link to one, for reading; doesn't read anything else.
 
-    Raises:
-        OSError: there is none, or it can't be read. `NotPlain` says that it is something else.
+    Raises OSError if it doesn't exist or can't be read, and `NotPlain` if it isn't a regular file.
     """
-    # Looked at first, since opening a device may do something; and again, since it may have been replaced.
+    # Check before opening, because opening a device can have effects, and again, because the path may have been replaced.
     refuse_others(path, os.stat(path).st_mode)
-    # The file owns its descriptor from the beginning: nothing that interrupts this closes it twice.
+    # The file object owns the descriptor from the start, so no interrupt can close it twice.
     file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115
     try:
         refuse_others(path, os.fstat(file.fileno()).st_mode)
@@ -48,24 +47,24 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 def refuse_others(path: Path, mode: int) -> None:
-    """Raises NotPlain where a mode isn't that of a regular file."""
+    """Raises NotPlain unless the mode belongs to a regular file."""
     if not stat.S_ISREG(mode):
         raise NotPlain(0, "is a directory" if stat.S_ISDIR(mode) else "is no regular file", str(path))
 
 
 class HeldFile:
-    """A regular file that is opened once and read often: whatever takes its name meanwhile, all is read of this one.
+    """A regular file, opened once and read many times, even if its path is replaced meanwhile.
 
-    A process holds `MOST_HELD` of them open. Those beyond are opened anew for each reader, and must still be the same file.
+    A process holds at most `MOST_HELD` files open. Further files are reopened for each reader and must be unchanged.
 
     Attributes:
-        path: its name when it was opened.
-        length: its bytes then.
-        close: closes it. Otherwise it is closed when it is collected, where Python would swallow a Ctrl-C.
+        path: the path when it was opened.
+        length: size in bytes when it was opened.
+        close: closes the file. Otherwise garbage collection does, where Python would swallow a Ctrl-C.
     """
 
     def __init__(self, path: Path):
-        """Opens a file, or the one that a link leads to. Raises OSError, as `open_regular`."""
+        """Opens a file or the target of a link. Raises OSError as `open_regular` does."""
         file = open_regular(path)
         self.close = weakref.finalize(self, _let_go, file)
         self.path = path
@@ -82,10 +81,9 @@ class HeldFile:
 
     @contextmanager
     def reader(self) -> Iterator[IO[bytes]]:
-        """Yields the file from its beginning; threads that read it don't disturb each other.
+        """Yields the file from its beginning, with a separate position for each reader and thread.
 
-        Raises:
-            OSError: the file has another content than when it was opened, by its length and its time of change.
+        Raises OSError if the length or modification time changed since it was opened.
         """
         file = self._file or open_regular(self.path)
         try:
@@ -104,7 +102,7 @@ class HeldFile:
 
 
 _held: set[int] = set()
-"""The descriptors of files that are held."""
+"""Descriptors of the files held open."""
 
 
 def _let_go(file: IO[bytes]) -> None:
@@ -118,7 +116,7 @@ def _state_of(file: IO[bytes]) -> tuple[int, ...]:
 
 
 class _At(io.RawIOBase):
-    """An open file with a position of its own."""
+    """An open file with its own position."""
 
     def __init__(self, descriptor: int):
         self._descriptor, self._at = descriptor, 0
@@ -143,16 +141,12 @@ class _At(io.RawIOBase):
 
 
 def length_of(file: IO[bytes]) -> int:
-    """Number of bytes in an open file."""
+    """Returns the number of bytes in an open file."""
     return os.fstat(file.fileno()).st_size
 
 
 def read_header(file: IO[bytes], length: int, what: str, most: int = HEADER_BYTES) -> bytes:
-    """Reads `length` bytes.
-
-    Raises:
-        ValueError: they are more than `most`, or than there are.
-    """
+    """Reads `length` bytes; raises ValueError if that exceeds `most` or the file."""
     if length > most:
         raise ValueError(f"{what} of {length} bytes is not read: at most {most}")
     content = file.read(length)
@@ -162,11 +156,9 @@ def read_header(file: IO[bytes], length: int, what: str, most: int = HEADER_BYTE
 
 
 def parse_json(content: bytes, what: str, most: int = HEADER_BYTES) -> Any:
-    """Parses JSON of what may have `most` bytes, and one value in ten of them.
+    """Parses JSON from at most `most` bytes, with at most `most` / 10 values.
 
-    Raises:
-        ValueError: it is not JSON, has a name twice in an object, or nests deeper or holds more than anything that blockfp
-            reads does.
+    Raises ValueError for invalid JSON, duplicate names in an object, too many values or too deep nesting.
     """
     if sum(map(content.count, (b"[", b"{", b","))) > most // 10:
         raise ValueError(f"{what} holds more than {most // 10} values")
@@ -177,11 +169,9 @@ def parse_json(content: bytes, what: str, most: int = HEADER_BYTES) -> Any:
 
 
 def read_json(path: Path, most: int = HEADER_BYTES) -> Any:
-    """Reads and parses a file of JSON, of `most` bytes at most.
+    """Reads and parses a JSON file of at most `most` bytes.
 
-    Raises:
-        OSError: it can't be read, or is no regular file.
-        ValueError: it is not JSON, or too large.
+    Raises OSError if it can't be read or isn't a regular file, ValueError if it is invalid or too large.
     """
     with open_regular(path) as file:
         return parse_json(read_header(file, length_of(file), "the file", most), "the file", most)
@@ -200,7 +190,7 @@ def _no_number(name: str) -> Any:
 
 
 def is_plain_name(name: object) -> bool:
-    """Tells whether a value is the name of a file in a folder, and leads nowhere else."""
+    """Returns whether a value is a plain file name, without a path."""
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
         return False
     try:
@@ -210,15 +200,15 @@ def is_plain_name(name: object) -> bool:
 
 
 def leads_out(path: Path) -> bool:
-    """Tells whether a name in a folder is a link that leads out of it."""
+    """Returns whether a path is a link out of its folder."""
     return path.is_symlink() and Path(os.path.realpath(path)).parent != Path(os.path.realpath(path.parent))
 
 
 def is_size(value: object) -> bool:
-    """Tells whether a value is a whole number from 0 to 2^63 - 1."""
+    """Returns whether a value is an integer from 0 to 2^63 - 1."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def printable(text: str) -> str:
-    """Makes others' text fit for a terminal: control characters stand as Python writes them in a string."""
+    """Escapes control characters in untrusted text for a terminal, as Python's repr does."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,1 +1,1 @@
-"""Adapters for other libraries, by their names; each is imported only by its user, with the backend that it is for."""
+"""Adapters for other libraries; each is imported only by its users, together with its backend."""

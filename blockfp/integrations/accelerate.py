@@ -1,8 +1,8 @@
-"""accelerate (1.15): `prepare`, for models whose buffers its `cpu_ram_efficient_loading` would not take.
+"""accelerate (1.15): `prepare` for models with buffers that `cpu_ram_efficient_loading` can't load.
 
     model, optimizer = prepare(accelerator, model, bfp.AdamW(model.parameters()))
 
-Importing this module lets accelerate resume from checkpoints in `FULL_STATE_DICT`. All else of it needs no adapter.
+Importing this module also lets accelerate resume from `FULL_STATE_DICT` checkpoints. Nothing else needs an adapter.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ mend_broadcast()
 
 
 def prepare(accelerator: Accelerator, model: nn.Module, *others: Any) -> Any:
-    """Calls `accelerator.prepare(model, *others)`; under FSDP2 with `cpu_ram_efficient_loading` buffers are taken along.
+    """Calls `accelerator.prepare(model, *others)`, with support for buffers in FSDP2's `cpu_ram_efficient_loading`.
 
-    accelerate shards what a state dict holds, parameters and buffers alike, and a buffer can't be: recipes with delayed scaling
-    or stochastic rounding have some, and so have batch norms. Here they are rank 0's on all ranks, like the parameters.
+    accelerate shards everything in a state dict, but buffers can't be sharded. Recipes with delayed scaling or stochastic
+    rounding have buffers, and so do batch norms. This function broadcasts them from rank 0, like the parameters.
 
     Args:
-        accelerator: of any configuration.
-        model: converted already.
-        others: optimizers and whatever else prepare takes.
+        accelerator: an Accelerator of any configuration.
+        model: the converted model.
+        others: optimizers and other arguments of prepare.
 
     Returns:
-        What prepare does: the model, and the others behind it.
+        The result of prepare: the model, followed by the others.
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if not (accelerator.is_fsdp2 and plugin is not None and plugin.cpu_ram_efficient_loading):
@@ -44,7 +44,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any) -> Any:
     ]
     try:
         for module, name in held:
-            # accelerate keeps those that no state dict shows.
+            # accelerate doesn't shard buffers that are missing in the state dict.
             module._non_persistent_buffers_set.add(name)
         prepared = accelerator.prepare(model, *others)
     finally:

@@ -1,9 +1,9 @@
-"""Flax (0.12): nnx and linen models whose dense layers hold quantized kernels.
+"""Flax (0.12): nnx and linen models with quantized kernels in dense layers.
 
     model = convert(model, "mxfp8", lambda path, layer: path != "head")
 
-Gradients and updates are those of all trees with quantized leaves: `bfp.value_and_grad` and `bfp.adamw`, or optax's under
-`bfp.with_masters`.
+Compute gradients with `bfp.value_and_grad` and updates with `bfp.adamw`, or optax under `bfp.with_masters`, as for any tree
+with quantized leaves.
 """
 
 from __future__ import annotations
@@ -25,38 +25,39 @@ from ..jax_backend.linear.linear import linear
 from ..jax_backend.params.params import Filter, quantize_weight
 
 KEYS = "quantize"
-"""Name of the stream of random keys that a recipe with stochastic rounding draws from."""
+"""Name of the random stream for recipes with stochastic rounding."""
 
 
 _traced_with = jax.make_user_context()
-"""What a model is traced with: `linen.jit` keeps programs for a module's class and fields, which don't say that."""
+"""Distinguishes traces of a model: `linen.jit` caches programs by a module's class and fields, which don't determine
+them here."""
 
 
 @patterns.takes_filter
 def convert(model: Any, recipe: Recipe | str | ByPath, filter_fn: Filter | None = None, *, rngs: nnx.Rngs | None = None) -> Any:
-    """Makes the kernels of a model's dense layers quantized ones, and its products those of the recipe.
+    """Quantizes the kernels of a model's dense layers; their products follow the recipe.
 
-    Layers are `nnx.Linear` and `linen.Dense` themselves, with lax's dot_general; all others stay as they are. An nnx layer is
-    changed where it stands. A linen module is wrapped: `init` makes quantized kernels, under the paths they had. Kernels are
-    [.., in, out], so that formats of weights are those with square blocks or one scale per tensor, whose transpose is exact.
+    Converts layers of exactly the classes `nnx.Linear` and `linen.Dense` with lax's dot_general; others are unchanged. An nnx
+    layer is converted in place. A linen module is wrapped: `init` creates quantized kernels under the same paths. Kernels are
+    [.., in, out], so weight formats must have square blocks or one scale per tensor, which have exact transposes.
 
     Args:
-        model: of nnx, or of linen and not bound yet.
-        recipe: a `Recipe`, its name, or a function from a layer's path ("layers.0.up") to one of these, or to None for a layer
-            that stays as it is; or a mapping of patterns of paths to these (`recipes.ByPath`).
-        filter_fn: called with path and layer, or with layer and path where its parameters' names say so; False leaves the
-            layer as it is.
-        rngs: of nnx models: each layer whose recipe rounds stochastically takes a stream of its own; others draw nothing. A
-            linen model takes `apply(.., rngs={"quantize": key})`.
+        model: an nnx model, or an unbound linen module.
+        recipe: a `Recipe`, its name, a function from a layer's path ("layers.0.up") to a recipe, or a mapping of patterns of
+            paths (`recipes.ByPath`). Functions and mappings may give None, which leaves a layer unchanged.
+        filter_fn: called with path and layer, or layer and path if its parameters' names say so; False leaves the layer
+            unchanged.
+        rngs: for nnx models: each layer whose recipe rounds stochastically gets its own stream. A linen model takes `apply(..,
+            rngs={"quantize": key})`.
 
     Returns:
-        The nnx model; a linen module in the place of the one given.
+        The nnx model, or a linen module that replaces the given one.
 
     Raises:
         TypeError: model is neither.
-        ValueError: a model without such a layer, or without one in which a mapping's pattern is found (of linen: at `init`);
-            a missing rngs, delayed scaling, or a format of weights that has no exact transpose; a layer with
-            adapters inside, or layers that are stacked along another axis than the first.
+        ValueError: the model has no such layer, or none that matches a mapping's pattern (for linen: at `init`); rngs are
+            missing; the recipe uses delayed scaling or a weight format without exact transpose; a layer contains adapters, or
+            is stacked along an axis other than the first.
     """
     if isinstance(model, linen.Module):
         if rngs is not None:
@@ -83,13 +84,13 @@ def convert(model: Any, recipe: Recipe | str | ByPath, filter_fn: Filter | None 
     for layer, one in chosen:
         layer.kernel = layer.kernel.replace(quantize_weight(layer.kernel.get_value(), one.weight.format))
         layer.recipe, layer.keys = one, _keys_for(layer, rngs) if rngs is not None and _draws(one) else None
-        # It stays the same object for all that refer to it: shared layers, lists, attributes that users hold.
+        # Change the class in place, because shared layers, lists and users' attributes refer to the object.
         layer.__class__ = QuantizedLinear
     return model
 
 
 def _check_stack(path: str, layer: nnx.Linear) -> None:
-    """Raises ValueError for layers that are stacked along another axis than the first: others aren't matrices."""
+    """Raises ValueError for layers stacked along an axis other than the first, because blocks need the matrix axes last."""
     shape, one = layer.kernel.get_value().shape, (layer.in_features, layer.out_features)
     if shape[-2:] != one:
         raise ValueError(
@@ -99,7 +100,7 @@ def _check_stack(path: str, layer: nnx.Linear) -> None:
 
 
 def _check_alone(path: str, names: Iterable[str]) -> None:
-    """Raises ValueError for a layer with parameters of others, which its product of codes would leave out."""
+    """Raises ValueError for a layer with additional parameters, which a product of codes would ignore."""
     if others := sorted(set(names) - {"kernel", "bias"}):
         raise ValueError(
             f"{path} holds {', '.join(others)}, as layers do that qwix's LoRA adapts; a quantized one has a kernel and a bias "
@@ -108,13 +109,13 @@ def _check_alone(path: str, names: Iterable[str]) -> None:
 
 
 def _keys_for(layer: nnx.Linear, rngs: nnx.Rngs) -> nnx.Rngs:
-    """Takes streams of keys for a layer; of a stack of layers, for nnx.scan and nnx.vmap, one for each."""
+    """Returns random streams for a layer; a stack of layers (nnx.scan, nnx.vmap) gets one per layer."""
     stack = layer.kernel.get_value().shape[:-2]
     return rngs.fork().split(stack) if stack else rngs.fork()
 
 
 def _check_found(recipe: Any, paths: list[str], chosen: Any, kind: str) -> None:
-    """Raises ValueError where no layer at these paths was chosen, or a mapping's pattern is found in none of them."""
+    """Raises ValueError if no layer was chosen, or a mapping's pattern matches none of these paths."""
     if paths:
         recipes.check_paths(recipe, paths)
     if not chosen:
@@ -122,7 +123,7 @@ def _check_found(recipe: Any, paths: list[str], chosen: Any, kind: str) -> None:
 
 
 class QuantizedLinear(nnx.Linear):
-    """The layer that `convert` puts in place of `flax.nnx.Linear`."""
+    """The layer that replaces `flax.nnx.Linear`."""
 
     recipe: Recipe
     keys: nnx.Rngs | None
@@ -134,7 +135,7 @@ class QuantizedLinear(nnx.Linear):
 
 
 class Quantized(linen.Module):
-    """The module that `convert` puts in place of a linen module: the same parameters, the chosen kernels quantized."""
+    """The module that wraps a linen module: the same parameters, with the chosen kernels quantized."""
 
     module: linen.Module
     recipe: Any
@@ -147,10 +148,10 @@ class Quantized(linen.Module):
         return self.call("__call__", *args, **options)
 
     def call(self, method: str, *args: Any, **options: Any) -> Any:
-        """Calls a method of the model by its name: `quantized.apply(variables, "encode", x, method="call")`."""
+        """Calls a method of the model by name: `quantized.apply(variables, "encode", x, method="call")`."""
         found: dict[str, Recipe | None] = {}
         recipe = tuple(self.recipe.items()) if isinstance(self.recipe, Mapping) else self.recipe
-        # What is found is wanted of each init, so that none takes what another traced.
+        # A new object per init, so that no init reuses another's trace and misses the layers found in it.
         traced_with = object() if self.is_initializing() else (recipe, self.filter_fn)
         with linen.intercept_methods(partial(_intercept, self.recipe, self.filter_fn, found)), _traced_with(traced_with):
             y = getattr(self.module, method)(*args, **options)
@@ -162,9 +163,9 @@ class Quantized(linen.Module):
 def _intercept(
     recipe: Any, filter_fn: Any, found: dict[str, Recipe | None], forward: Any, args: Any, options: Any, context: Any
 ) -> Any:
-    """Calls a method of a linen module, but for that of a chosen layer, whose kernel is quantized; see `intercept_methods`.
+    """Runs a method of a linen module, or the quantized product for a chosen layer; see `intercept_methods`.
 
-    `found` takes the path of each layer that could be chosen, and its recipe or None.
+    `found` collects the path of each candidate layer with its recipe or None.
     """
     layer: Any = context.module
     if type(layer) is not linen.Dense or context.method_name != "__call__":
@@ -177,7 +178,7 @@ def _intercept(
     if one is None:
         return forward(*args, **options)
     if not layer.has_variable("params", "kernel"):
-        # Its own initializers draw the values, and codes take their place.
+        # The layer's own initializers create the values that are quantized.
         forward(*args, **options)
     _check_alone(path, layer.variables["params"])
     boxed = layer.get_variable("params", "kernel")
@@ -192,7 +193,7 @@ def _intercept(
 
 
 def _unboxed(variable: Any) -> Any:
-    """Takes a variable out of what names its axes. Codes and scales lie as they were placed; plain ones are constrained."""
+    """Unboxes a variable with named axes. Quantized values keep their placement; plain ones are constrained."""
     if isinstance(variable, linen.Partitioned) and is_quantized(variable.value):
         return variable.value
     return linen.meta.unbox(variable)
@@ -218,7 +219,7 @@ def _draws(recipe: Recipe) -> bool:
 
 
 def _multiply(layer: Any, x: Any, kernel: Any, bias: Any, recipe: Recipe, key: Any, out_sharding: Any) -> jax.Array:
-    """Computes in the dtype that flax would: the layer's, or what x, kernel and bias promote to."""
+    """Computes in the dtype that flax would: the layer's, or the promotion of x, kernel and bias."""
     if out_sharding is not None:
         raise ValueError(f"out_sharding = {out_sharding}: quantized products run inside shard_map, or where XLA lays them")
     if layer.precision is not None or getattr(layer, "preferred_element_type", None) is not None:

@@ -2,7 +2,7 @@
 
     Trainer(plugins=[BlockfpPrecision("mxfp8")])
 
-Fabric needs none: convert the model before `fabric.setup`.
+Fabric needs no plugin: convert the model before `fabric.setup`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from ..torch_backend.modules.summary import summary
 
 
 class BlockfpPrecision(Precision):
-    """Converts the model as `blockfp.torch.convert` does, before Lightning makes its optimizers, and moves scales on.
+    """Converts the model by `blockfp.torch.convert` before Lightning creates its optimizers.
 
-    `configure_optimizers` returns a `blockfp.torch.AdamW` of the quantized parameters; with weights="high_precision" any
-    optimizer. A model that holds quantized layers already is left as it is. Call `convert_module` yourself before Lightning
-    needs the converted model: before `fit(ckpt_path=..)`, which restores codes before it asks the plugin, and before
-    `fully_shard` in `configure_model`.
+    `configure_optimizers` must return a `blockfp.torch.AdamW` of the quantized parameters, or any optimizer with
+    weights="high_precision". A model that already has quantized layers is unchanged. Call `convert_module` yourself if the
+    converted model is needed earlier: before `fit(ckpt_path=..)`, which restores codes first, and before `fully_shard` in
+    `configure_model`.
 
     Args:
         recipe, filter_fn, weights, keep_init: see `convert`; filter_fn gets paths in the LightningModule.
         dtype: torch.bfloat16 for autocast around each step; None for none.
 
     Raises:
-        ValueError: another dtype.
+        ValueError: the dtype is another one.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class BlockfpPrecision(Precision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        # It lies on its device now; Lightning doesn't tell plugins which.
+        # The model is on its device now; Lightning doesn't tell plugins which one.
         self.device = next((param.device.type for param in model.parameters()), "cpu")
         return super().connect(model, optimizers, lr_schedulers)
 

@@ -1,10 +1,10 @@
 """PEFT's LoRA over quantized weights: experts on codes, DoRA, merges and exact unmerges.
 
-Plain LoRA needs nothing of this: a `Linear` is a `torch.nn.Linear`, which PEFT takes as it is. `register` brings the rest, with
-the layers below, whose adapters have PEFT's names and shapes. So they are saved, loaded and served as any others.
+Plain LoRA doesn't need this module, because a `Linear` is a `torch.nn.Linear`. `register` adds the rest, with the layers below.
+Their adapters have PEFT's names and shapes, so they can be saved, loaded and served as usual.
 
-    merge     quantize(dequantize(codes) + adapters), in float32, from the codes that were there before any merge
-    unmerge   those codes again, to the bit
+    merge     quantize(dequantize(codes) + adapters), in float32, from the codes before any merge
+    unmerge   restores these codes, bit for bit
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ __all__ = ["Merged", "merged", "register"]
 
 _CASTS = (HIGH_PRECISION, HIGH_PRECISION, HIGH_PRECISION)
 PLAIN = Recipe("high precision", *_CASTS, *_CASTS)
-"""The products of adapters."""
+"""The recipe of adapters' products."""
 
 
 def register(config: LoraConfig) -> LoraConfig:
-    """Makes PEFT use this module's layers where a weight is quantized, or where `convert` could quantize it later.
+    """Makes PEFT use this module's layers for weights that are quantized, or that `convert` could quantize later.
 
-    PEFT doesn't save this with the adapter: `PeftModel.from_pretrained(base, path, config=register(
-    LoraConfig.from_pretrained(path)))` says it again. Weights that other libraries have quantized stay theirs.
+    PEFT doesn't save this with the adapter, so register again when loading: `PeftModel.from_pretrained(base, path,
+    config=register(LoraConfig.from_pretrained(path)))`. Weights quantized by other libraries keep their own layers.
 
     Args:
-        config: of LoRA; it is changed.
+        config: a LoraConfig, which is changed.
 
     Returns:
         The same config.
 
     Raises:
-        TypeError: it is no LoraConfig.
+        TypeError: config is not a LoraConfig.
 
     Example:
         >>> model = get_peft_model(model, register(LoraConfig(target_modules="all-linear", use_dora=True)))
     """
     if not isinstance(config, LoraConfig):
         raise TypeError(f"config must be a peft.LoraConfig, got {type(config).__name__}")
-    # A function, where PEFT speaks of a class: for None it goes on to layers of its own.
+    # A function instead of a class: if it returns None, PEFT uses its own layers.
     config._register_custom_module({nn.Module: _layer_for})  # pyright: ignore[reportArgumentType]
     return config
 
@@ -71,7 +71,7 @@ def register(config: LoraConfig) -> LoraConfig:
 def _layer_for(
     target: nn.Module, adapter_name: str, *, config: LoraConfig, parameter_name: str | None = None, **options: Any
 ) -> nn.Module | None:
-    """Returns PEFT's layer over a target, made here; None for what isn't quantized and never will be."""
+    """Returns the PEFT layer for a target; None if it isn't and can't be quantized."""
     base: Any = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
     kind: Any = type(base) if isinstance(base, Linear | TransposedLinear | GroupedLinear | Experts) else base_kind(base)
     if kind is None:
@@ -90,7 +90,7 @@ def _layer_for(
 
 
 class LoraLinear(MergesCodes, peft_layers.Linear):
-    """PEFT's LoRA of a linear layer that is quantized, or may be converted later."""
+    """PEFT's LoRA of a linear layer that is quantized or can be converted later."""
 
     @property
     def lora_variants(self) -> dict[tuple[str, ...], Any]:
@@ -106,10 +106,10 @@ class LoraLinear(MergesCodes, peft_layers.Linear):
 
 
 class ParamWrapper(MergesCodes, peft_layers.ParamWrapper):
-    """PEFT's LoRA of one weight of experts: those products are on its codes, and the adapters' beside them.
+    """PEFT's LoRA of one weight of experts: multiplies codes, and adapters separately.
 
-    An expert's output is x w^T + scaling (x A^T) B^T. PEFT's own layer adds the adapters to all experts' weights in each
-    forward. The class has its name, by which PEFT knows it.
+    An expert's output is x w^T + scaling (x A^T) B^T. PEFT's own layer adds adapters to all experts' weights in each forward.
+    PEFT recognizes the class by its name.
     """
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, parameter_name: str, config: LoraConfig, **options: Any):
@@ -120,12 +120,12 @@ class ParamWrapper(MergesCodes, peft_layers.ParamWrapper):
         base: Any = self.get_base_layer()
         *_, first, second = self.get_param().shape
         lengths = (first, second) if self._transposed else (second, first)
-        # PEFT swaps these where a module doesn't say that its weights are transposed.
+        # PEFT swaps these if a module doesn't declare its weights transposed.
         return lengths if getattr(base, "is_transposed", False) else lengths[::-1]
 
     @property
     def _transposed(self) -> bool:
-        """True for a weight [experts, in, out]."""
+        """Whether the weight is [experts, in, out]."""
         base: Any = self.get_base_layer()
         return base.transposed if isinstance(base, Experts | GroupedLinear) else getattr(base, "is_transposed", False)
 
@@ -139,7 +139,7 @@ class ParamWrapper(MergesCodes, peft_layers.ParamWrapper):
         return self._by_expert(first.weight, second.weight)
 
     def _by_expert(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Takes PEFT's A [experts rank, in] and B [out, rank experts] apart."""
+        """Splits PEFT's A [experts rank, in] and B [out, rank experts] by expert."""
         experts = self.num_experts
         return a.reshape(experts, -1, a.shape[-1]), b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
 
@@ -180,17 +180,14 @@ class ParamWrapper(MergesCodes, peft_layers.ParamWrapper):
         return y + self.low_rank(adapters, x, ends)
 
     def low_rank(self, adapters: Sequence[str], x: Tensor, offs: Tensor) -> Tensor:
-        """Returns what adapters add to the products of x [tokens, in], sorted by expert: [tokens, out].
+        """Returns the adapters' contribution to the products of x [tokens, in], sorted by expert: [tokens, out].
 
-        Args:
-            adapters: their names.
-            x: the rows of expert 0, then those of expert 1, and so on.
-            offs: the end of each expert's rows, int32 [experts].
+        `offs` holds the end of each expert's rows, int32 [experts].
         """
         total: Tensor | None = None
         for adapter in adapters:
             a, b = (factor.to(x.dtype) for factor in self.factors(adapter))
-            # torch's grouped product takes lengths that are multiples of 8.
+            # torch's grouped product needs lengths that are multiples of 8.
             missing = -a.shape[1] % 8
             if missing:
                 a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
@@ -202,7 +199,7 @@ class ParamWrapper(MergesCodes, peft_layers.ParamWrapper):
 
 
 class DoraLayer(DoraLinearLayer):
-    """DoRA's magnitudes over a quantized weight; norms are taken in float32, of what its codes stand for."""
+    """DoRA's magnitudes over a quantized weight; norms are computed in float32 from dequantized codes."""
 
     def update_layer(
         self, *, base_layer: Any, lora_A: Tensor, lora_B: Tensor, scaling: float, place_on_cpu: bool = False
@@ -227,7 +224,7 @@ class DoraLayer(DoraLinearLayer):
         base_result: Tensor | None = None,
         adapter_name: str = "default",
     ) -> Tensor:
-        """Returns what is to be added to the base's output [.., out] for x [.., in], from which dropout may have taken some."""
+        """Returns the addition to the base's output [.., out] for x [.., in], after dropout."""
         with torch.no_grad():
             values = _values(base_layer)
             if values is not None:
@@ -259,7 +256,7 @@ class DoraVariant(DoraLinearVariant):
 
 
 def _values(base_layer: Any) -> Tensor | None:
-    """Returns what the weight of a quantized layer stands for in its products, in float32; None for other layers."""
+    """Returns a quantized layer's weight as its products see it, in float32; None for other layers."""
     weight = base_layer.weight
     if isinstance(weight, CastWeight):
         weight = weight.quantized()

@@ -1,7 +1,7 @@
-"""Merges of PEFT's adapters into weights that are codes, and what gives the codes back.
+"""Merges of PEFT's adapters into quantized weights, and exact unmerges.
 
-merge     quantize(dequantize(codes) + adapters), in float32, from the codes that were there before any merge
-unmerge   those codes again, to the bit
+merge     quantize(dequantize(codes) + adapters), in float32, from the codes before any merge
+unmerge   restores these codes, bit for bit
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from ..torch_backend.weights.loading import load_high_precision_
 from ..torch_backend.weights.requantize import check_writable
 
 LOST = 3.0
-"""Decibels: a merge warns where a change reaches the codes with less than this above its rounding, some half of it."""
+"""Decibels: a merge warns if the change exceeds its rounding error by less; at 3 dB half of the change is error."""
 
 NAME = f"{__name__.removesuffix('_merges')}.merged"
 
 
 class Merged(NamedTuple):
-    """Figures of one merge: the errors that rounding made.
+    """Rounding errors of one merge.
 
     Attributes:
-        name: of the quantized parameter.
-        adapters: in the order in which they were merged.
-        sqnr: of the merged weight's codes, in dB: 10 log10(sum of squares / sum of squared errors); Inf without any error.
-        change_sqnr: of the adapters' change alone, by the same errors. At 0 dB or less nothing of it is left.
+        name: name of the quantized parameter.
+        adapters: the adapters in the order of merging.
+        sqnr: signal-to-noise ratio of the merged codes in dB: 10 log10(sum of squares / sum of squared errors); Inf without
+            error.
+        change_sqnr: the same for the adapters' change alone. At 0 dB or less nothing of it is left.
     """
 
     name: str
@@ -47,11 +48,11 @@ class Merged(NamedTuple):
 
 
 _REPORT = "_merged_adapters"
-"""The attribute of a base layer that holds what was merged into it: the layer outlives its adapters."""
+"""Attribute of a base layer that records what was merged into it; the layer outlives its adapters."""
 
 
 def merged(model: nn.Module) -> list[Merged]:
-    """Lists the merges that quantized weights of a model hold now, of `merge_adapter()` or `merge_and_unload()`.
+    """Lists the merges that a model's quantized weights contain, from `merge_adapter()` or `merge_and_unload()`.
 
     Example:
         >>> model.merge_adapter()
@@ -66,10 +67,10 @@ def merged(model: nn.Module) -> list[Merged]:
 
 
 class MergesCodes(peft_layers.LoraLayer):
-    """A layer of PEFT's that merges into a weight that is codes, or values that will be."""
+    """A PEFT layer that can merge into quantized weights, or values that will be quantized."""
 
     _kept: tuple[list[Tensor], list[Tensor], Tensor | None] | None = None
-    """A merged weight's codes and scales (or values) as they were, sums of those it has now, and the bias as it was."""
+    """The codes and scales (or values) before merging, checksums of the merged ones, and the bias before merging."""
 
     merged_adapters: list[str]
 
@@ -78,21 +79,21 @@ class MergesCodes(peft_layers.LoraLayer):
         raise NotImplementedError
 
     def change(self, adapter: str) -> Tensor:
-        """Returns what an adapter adds to the whole weight, in float32."""
+        """Returns an adapter's change of the whole weight, in float32."""
         raise NotImplementedError
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Adds adapters to the weight: quantizes the sum in the weight's format, from the codes before any merge.
+        """Merges adapters: quantizes the sum in the weight's format, starting from the codes before any merge.
 
-        Under FSDP2 every rank calls it. It warns where rounding leaves less than half of the change; `merged` has the figures.
+        Under FSDP2 every rank must call it. Warns if rounding leaves less than half of the change; `merged` has the figures.
 
         Args:
-            safe_merge: of no effect: values that codes can't hold are refused in any case.
-            adapter_names: by default the active ones.
+            safe_merge: no effect, because values that codes can't represent are always refused.
+            adapter_names: the active adapters by default.
 
         Raises:
             ValueError: the sum has an Inf or a NaN, or the weight is FSDP's gathered copy. Nothing is changed then.
-            NotImplementedError: a kind of LoRA other than plain and DoRA, or a layer that tensor parallelism has cut.
+            NotImplementedError: the adapter is neither plain LoRA nor DoRA, or tensor parallelism has cut the layer.
         """
         name, param = self.held()
         if not isinstance(sharding.local_of(param), QuantizedTensor | CastWeight):
@@ -137,7 +138,7 @@ class MergesCodes(peft_layers.LoraLayer):
             )
 
     def _with(self, adapter: str, param: Tensor, values: Tensor, original: Tensor) -> Tensor:
-        """Returns this rank's part of a weight with one more adapter."""
+        """Returns this rank's part of the weight with another adapter added."""
         change = sharding.own_part(self.change(adapter), param)
         if adapter not in self.lora_variant:
             return values.add_(change)
@@ -151,7 +152,7 @@ class MergesCodes(peft_layers.LoraLayer):
         return (values + change).mul_(factor.unsqueeze(over))
 
     def _merged_bias(self, base: Any, adapters: list[str]) -> Tensor | None:
-        """Returns the bias with those of the adapters, or None where these have none."""
+        """Returns the bias plus the adapters' biases, or None if these have none."""
         biased = [adapter for adapter in adapters if self.lora_bias[adapter]]
         if not biased:
             return None
@@ -162,10 +163,10 @@ class MergesCodes(peft_layers.LoraLayer):
         return own.detach() + sum(layers[adapter].bias.detach() * self.scaling[adapter] for adapter in biased)
 
     def unmerge(self) -> None:
-        """Gives the weight the codes back that it had before the first merge.
+        """Restores the codes from before the first merge.
 
         Raises:
-            ValueError: the merged codes were overwritten since (loaded, trained), sharded in another way, or of another format.
+            ValueError: the merged codes have been overwritten (loaded, trained), resharded, or changed in format.
         """
         if self._kept is None:
             super().unmerge()  # pyright: ignore[reportAttributeAccessIssue]
@@ -192,17 +193,13 @@ class MergesCodes(peft_layers.LoraLayer):
 
 
 def weight_of(layers: Any, adapter: str) -> Tensor:
-    """Returns all of the weight of an adapter's layer, in float32."""
+    """Returns the whole weight of an adapter's layer, in float32."""
     tensor = layers[adapter].weight.detach()
     return (tensor if sharding.mesh_of(tensor) is None else tensor.full_tensor()).float()
 
 
 def _parts(param: Tensor) -> list[Tensor]:
-    """Returns this rank's codes and scales of a weight, or its values.
-
-    Raises:
-        ValueError: the weight is FSDP's gathered copy.
-    """
+    """Returns this rank's codes and scales of a weight, or its values; raises ValueError for FSDP's gathered copy."""
     local = sharding.local_of(param)
     if isinstance(local, CastWeight):
         return [local.values.detach()]
@@ -212,7 +209,7 @@ def _parts(param: Tensor) -> list[Tensor]:
 
 
 def _sums(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the sums of codes, scales or values, read as integers, along each axis: what overwrites them changes some."""
+    """Returns sums along each axis of codes, scales or values read as integers, which detect overwriting."""
     integers = [part.view((torch.uint8, torch.int16, torch.int32)[part.element_size() // 2]) for part in parts]
     return [each.sum(axis, dtype=torch.int64) for each in integers for axis in range(max(each.ndim, 1))]
 
@@ -224,7 +221,7 @@ def _float32(param: Tensor, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _energies(param: Tensor, *tensors: Tensor) -> list[float]:
-    """Returns the sums of squares of tensors of which each rank has its part, as it has of a parameter."""
+    """Returns sums of squares of tensors sharded like a parameter."""
     sums = torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float64).square() for tensor in tensors])
     if sharding.mesh_of(param) is not None:
         sums = reduced(param, sharding.sharding_of(param), sums, "sum")

@@ -3,8 +3,8 @@
     model = qwix.quantize_model(model, BlockfpProvider([BlockfpRule(recipe="mxfp8")]))          # linen
     model = qwix.quantize_model(model, BlockfpProvider([BlockfpRule(recipe="mxfp8")]), *inputs) # nnx
 
-Weights stay in high precision, and each product quantizes its operands. Products of two activations (attention's) stay as they
-are, and so do convolutions.
+Weights stay in high precision; each product quantizes its operands. Products of two activations (in attention) and convolutions
+are unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import qwix
 
-# Who a product's weight is, is what all providers of qwix ask of it.
+# qwix's own providers also use this module to find out which operand is a weight.
 from qwix._src.utils import flax_util
 
 from blockfp import recipes
@@ -30,7 +30,7 @@ from ..jax_backend.linear.grouped import grouped_linear
 
 @dataclass(frozen=True, kw_only=True)
 class BlockfpRule(qwix.QuantizationRule):
-    """A rule of qwix, `module_path` and `op_names`, and the recipe of the products that it finds; None leaves them as they are.
+    """A qwix rule (`module_path`, `op_names`) with the recipe of matching products; None leaves them unchanged.
 
     Recipes that round stochastically draw keys from the stream "stochastic_rounding", as qwix's own rules do.
     """
@@ -39,14 +39,14 @@ class BlockfpRule(qwix.QuantizationRule):
 
 
 class BlockfpProvider(qwix.QuantizationProvider):
-    """Runs the products with a weight that the rules find by `blockfp.jax.dot_general` and `grouped_linear`.
+    """Runs matching products with a weight by `blockfp.jax.dot_general` and `grouped_linear`.
 
     Args:
-        rules: `BlockfpRule`s; the first that fits an operation counts.
+        rules: `BlockfpRule`s; the first rule that matches an operation applies.
 
     Raises:
-        TypeError: a rule that is none of these.
-        ValueError: a rule with dtypes of qwix's own, an unknown recipe, or one with delayed scaling, which keeps a state.
+        TypeError: a rule is not a `BlockfpRule`.
+        ValueError: a rule sets qwix's dtypes, names an unknown recipe, or uses delayed scaling, which needs a state.
     """
 
     def __init__(self, rules: Sequence[BlockfpRule]):
@@ -72,7 +72,7 @@ class BlockfpProvider(qwix.QuantizationProvider):
         recipe = self._recipe("einsum")
         if recipe is None:
             return jnp.einsum(subscripts, *operands, **options)
-        # Its own jit would hide which operand is a weight.
+        # einsum's own jit would hide which operand is a weight.
         with jax.disable_jit():
             given: Any = options | {"_dot_general": partial(self._multiply, recipe)}
             return jnp.einsum(subscripts, *operands, **given)
@@ -99,7 +99,7 @@ class BlockfpProvider(qwix.QuantizationProvider):
                 return dot_general(lhs, rhs, numbers, *args, **options, recipe=recipe, key=self._key(recipe))
         if recipe is None or flax_util.find_param(lhs) is None:
             return jax.lax.dot_general(lhs, rhs, numbers, *args, **options)
-        # The recipe's weight is the right operand: the free axes of the result change places.
+        # The recipe's weight is the right operand, so swap the operands and move the result's free axes back.
         (contract, batch) = numbers
         turned = self._multiply(recipe, rhs, lhs, (contract[::-1], batch[::-1]), *args, **options)
         count, free = len(batch[0]), lhs.ndim - len(contract[0]) - len(batch[0])

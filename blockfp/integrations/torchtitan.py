@@ -30,28 +30,28 @@ from ..torch_backend.weights.module_state import become
 
 
 class BlockfpConverter(ModelConfigConverter):
-    """Makes a model's linear layers and experts quantized ones when it is built; classes with products of their own stay.
+    """Builds a model with quantized linear layers and experts; subclasses with their own products are unchanged.
 
-    With tensor and expert parallelism (`spmd_backend="partial_dtensor"`) weights are cut as the model's sharding says.
+    With tensor and expert parallelism (`spmd_backend="partial_dtensor"`) weights follow the model's sharding.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):
         recipe: Recipe | str | dict[str, Recipe | str | None] = "mxfp8"
-        """For all layers, or by patterns of their paths, as for `convert`."""
+        """One recipe for all layers, or a dictionary by patterns of their paths, as for `convert`."""
         skip: tuple[str, ...] = ("lm_head", "*.router.gate")
-        """Patterns of the paths of layers that stay as they are."""
+        """Patterns of the paths of layers that stay unquantized."""
         weights: Weights = "quantized"
-        """See `blockfp.torch.Linear`; with "high_precision" torchtitan's own optimizers serve."""
+        """See `blockfp.torch.Linear`; with "high_precision" use torchtitan's own optimizers."""
 
     def __init__(self, config: Config):
         self.config = config
 
     def convert(self, model_config: Module.Config) -> Module.Config:
-        """Replaces the configurations of layers, in place, by such as convert what they build.
+        """Replaces layers' configurations in place by configurations that convert the layers they build.
 
         Raises:
-            ValueError: there is no such recipe, or a pattern that is found in no layer.
+            ValueError: a recipe is unknown, or a pattern matches no layer.
         """
         found: Any = [*model_config.traverse(Linear.Config), *model_config.traverse(GroupedExperts.Config)]
         recipes.check_paths(self.config.recipe, [path for path, *_ in found])
@@ -88,11 +88,11 @@ def _cuttable(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 class _Product(GroupedProduct, Module):
-    """The product with experts' weights as one of torchtitan's modules, which all modules must be."""
+    """The experts' product as a torchtitan module, as all submodules must be."""
 
 
 class _Cut(Module):
-    """Cuts a quantized layer over the mesh that its sharding names, where torchtitan would distribute its tensors."""
+    """Shards a quantized layer over the mesh of its sharding, where torchtitan would distribute its tensors."""
 
     def _distribute_states(self, parallel_dims: Any) -> None:
         config: Any = self._sharding_config
@@ -108,12 +108,12 @@ class _Cut(Module):
             raise ValueError(f"a {type(self).__name__} {tuple(param.shape)} can't lie as {placement}: leave it out with skip=")
         after = config.out_dst_shardings if style == "row" else None
         parallelize(self, mesh, style, sequence_parallel=after is not None and resolve_placements(after, mesh) == (Shard(1),))
-        # A row sums, or scatters, its terms itself.
+        # A row-parallel layer sums, or scatters, its partial results itself.
         self._sharding_config = replace(config, out_src_shardings=None) if style == "row" else config
 
 
 class BlockfpOptimizers(OptimizersContainer):
-    """torchtitan's container, whose "AdamW" and "Adam" are blockfp's."""
+    """torchtitan's container with blockfp's "AdamW" and "Adam"."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):

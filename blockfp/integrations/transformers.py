@@ -1,14 +1,15 @@
-"""transformers (5): models loaded as quantized ones, from high-precision files and from quantized releases.
+"""transformers (5): loads quantized models from high-precision files and from quantized releases.
 
-Importing this module makes the quantization method "blockfp" known to transformers:
+Importing this module registers the quantization method "blockfp" with transformers:
 
     from blockfp.integrations.transformers import BlockfpConfig
 
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=BlockfpConfig("mxfp8"))
 
-Layers are converted on the meta device. Each weight is quantized as it is read, or made of the file's own codes and scales, so
-that no more than one is in memory in high precision beside the originals that `keep_init` keeps. The model is an ordinary one
-then, for `Trainer`, PEFT and `save_pretrained`, which writes codes and a config.json by which `from_pretrained` reads them.
+Layers are converted on the meta device. Each weight is quantized as it is read, or made from the file's own codes and scales,
+so that only one high-precision weight is in memory at a time, besides the originals kept by `keep_init`. The result is an
+ordinary model for `Trainer`, PEFT and `save_pretrained`, which writes codes and a config.json that `from_pretrained`
+understands.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError(f"{__name__} needs transformers 5 and safetensors, and there is {error}") from error
 
-# Trainer resumes from what accelerate saves.
+# Trainer resumes from checkpoints of accelerate.
 mend_broadcast()
 
 __all__ = ["BlockfpConfig", "BlockfpHfQuantizer", "save_in_layout", "stream_in_layout"]
@@ -61,21 +62,20 @@ Recipes = Recipe | str | Mapping[str, Recipe | str | None]
 class BlockfpConfig(QuantizationConfigMixin):
     """The `quantization_config` of a model that blockfp quantizes.
 
-    That of a loaded model says what its layers have now, also where `set_recipe` has changed it.
+    The configuration of a loaded model describes its layers' current recipes, including changes by `set_recipe`.
 
     Args:
-        recipe: a `Recipe`, its name, or a dictionary from patterns of layers' names to one of these or to None, which leaves a
-            layer in high precision. The first pattern that `re.search` finds counts; layers that none fits stay as they are.
-            Weights that the file has quantized keep the file's format, whatever the recipe says of weights. (config.json,
-            whose dictionaries are sorted, has a list of pairs.)
-        modules_to_not_convert: names of layers that stay in high precision, as transformers matches them: from the start, as
-            regular expressions, or the end. None means what `convert` leaves: heads that are tied to embeddings.
-        trainable: False freezes the quantized weights, as adapters want it.
-        requantize: True dequantizes what a file has quantized, and quantizes it in the recipe's own format for weights.
-        weights, compute, keep_init: see `convert`. Originals are kept of high-precision files' weights alone.
+        recipe: a `Recipe`, its name, or a dictionary from patterns of layers' names to recipes or None (high precision). The
+            first pattern that `re.search` finds applies; layers without a match are unchanged. Weights that the file stores
+            quantized keep the file's format. (config.json has a list of pairs, because transformers sorts dictionaries.)
+        modules_to_not_convert: names of layers that stay in high precision, matched as transformers does: from the start, as
+            regular expressions, or by suffix. None skips the layers that `convert` skips: heads tied to embeddings.
+        trainable: False freezes the quantized weights, for adapters.
+        requantize: True dequantizes the file's quantized weights and quantizes them in the recipe's weight format.
+        weights, compute, keep_init: see `convert`. Only high-precision files have originals to keep.
 
     Raises:
-        TypeError, ValueError: a recipe that isn't one, a pattern that is no regular expression, or an unknown keyword.
+        TypeError, ValueError: a recipe, pattern or keyword is invalid.
     """
 
     quant_method: Any
@@ -104,23 +104,23 @@ class BlockfpConfig(QuantizationConfigMixin):
         self.weights, self.compute, self.keep_init = weights, compute, keep_init
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what copies and pickles have: the recipe as it is now, without the model."""
+        """Returns the state for copies and pickles: the current recipe, without the model."""
         return {name: value for name, value in vars(self).items() if name != "_model"} | {"recipe": self.current_recipe()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockfpConfig:
         copied = copy.copy(self)
         copied.modules_to_not_convert = copy.copy(self.modules_to_not_convert)
         model = self._model()
-        if model is not None and id(model) in memo:  # a copy of the model is being made, which its config belongs to
+        if model is not None and id(model) in memo:  # the model itself is being copied, and the config follows the copy
             copied.follow(memo[id(model)])
         return copied
 
     def follow(self, model: nn.Module) -> None:
-        """Makes this the configuration of a model: what it says of recipes is what the model's layers have."""
+        """Makes this the configuration of a model; recipes are read from the model's layers from now on."""
         self._model = weakref.ref(model)
 
     def current_recipe(self) -> Recipe | dict[str, Recipe | None]:
-        """Returns the recipe, or, where the followed model's layers have others meanwhile, the recipe of each layer."""
+        """Returns the recipe, or the recipe of each layer if the followed model's layers have changed."""
         model = self._model()
         if model is None:
             return self.recipe
@@ -131,24 +131,24 @@ class BlockfpConfig(QuantizationConfigMixin):
         return {patterns.exactly(path): layer.recipe for path, layer in layers.items()}
 
     def recipe_of(self, path: str) -> Recipe | None:
-        """Returns the recipe of the layer at a path; None for one that stays as it is."""
+        """Returns the recipe of the layer at a path, or None for high precision."""
         return recipes.resolve(self.recipe, path)
 
     def leaves(self, path: str) -> bool:
-        """Says whether the layer at a path is one of `modules_to_not_convert`, or has no recipe."""
+        """Returns whether the layer at a path is in `modules_to_not_convert` or has no recipe."""
         return not should_convert_module(path, self.modules_to_not_convert) or self.recipe_of(path) is None
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns what config.json holds."""
+        """Returns the contents of config.json."""
         state = self.__getstate__()
         recipe = state["recipe"]
-        # transformers sorts the keys of what it writes, and the first pattern counts.
+        # transformers sorts keys when writing, but the order of patterns matters.
         written = _written(recipe) if isinstance(recipe, Recipe) else [[name, _written(one)] for name, one in recipe.items()]
         return copy.deepcopy({**state, "recipe": written})
 
 
 def _follows(recipe: Recipe, given: Recipe | None) -> bool:
-    """Says whether a layer's recipe is the one that it was given, but for the format of weights that files have quantized."""
+    """Returns whether a layer still has its given recipe, except for the weight format, which a file may determine."""
     return given is not None and recipe == given.replace(weight=recipe.weight)
 
 
@@ -170,7 +170,7 @@ def _parsed(recipe: Any) -> Recipe | dict[str, Recipe | None]:
 
 
 def _written(recipe: Recipe | None) -> str | dict[str, Any] | None:
-    """Returns a recipe as JSON has it: its name where that says all of it."""
+    """Returns a recipe for JSON: just its name if that defines it."""
     if recipe is None or recipe == _named(recipe.name):
         return recipe and recipe.name
     delayed = None if recipe.delayed is None else dataclasses.asdict(recipe.delayed)
@@ -191,19 +191,19 @@ def _read(written: Mapping[str, Any]) -> Recipe:
 
 
 class BlockfpHfQuantizer(HfQuantizer):
-    """Converts a model on the meta device, and makes its weights as transformers reads them."""
+    """Converts a model on the meta device and creates its weights as transformers reads them."""
 
     quantization_config: BlockfpConfig
 
     def __init__(self, quantization_config: BlockfpConfig, **options: Any):
-        # Of what the files hold, transformers knows what config.json says; `released_weights` looks at the tensors.
+        # transformers only reads config.json; `released_weights` looks at the tensors in the files.
         super().__init__(copy.copy(quantization_config), **{**options, "pre_quantized": False})
         self.released: Released = Released({}, {}, frozenset())
         self.hidden: dict[nn.Module, dict[int, Any]] = {}
         self.state_names: set[str] = set()
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
-        """Refuses what would take weights apart, or away from where they are used."""
+        """Refuses device maps that would move weights to disk."""
         if isinstance(device_map, dict) and "disk" in device_map.values():
             raise ValueError(
                 f"device_map {device_map} puts layers on the disk, where quantized weights can't be: leave them out"
@@ -257,7 +257,7 @@ class BlockfpHfQuantizer(HfQuantizer):
         return recipe
 
     def _hide_state(self, model: nn.Module) -> None:
-        """Makes the model's state dict name weights, as files do that know nothing of codes, until they are loaded."""
+        """Makes the model's state dict list plain weights, like files that know no codes, until they are loaded."""
         for path, module in model.named_modules():
             if quantized_names(module):
                 self.hidden[module] = hooks = dict(module._state_dict_hooks)
@@ -267,28 +267,28 @@ class BlockfpHfQuantizer(HfQuantizer):
                 self.state_names |= {f"{path}.{name}" for name, _ in module.named_buffers(recurse=False)}
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
-        """Says whether a parameter is quantized as it is read."""
+        """Returns whether a parameter is quantized as it is read."""
         module, name = get_module_from_name(model, param_name)
         return name in quantized_names(module) and param_name not in self.released.params
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
-        """Returns the bytes that an element takes, its share of the scales included."""
+        """Returns the bytes per element, including its share of the scales."""
         return param.nbytes / param.numel() if isinstance(param, QuantizedTensor) else param.element_size()
 
     def get_quantize_ops(self) -> QuantizeOnLoad:
-        """Returns what quantizes one weight."""
+        """Returns the operation that quantizes one weight."""
         return QuantizeOnLoad(self.quantization_config, self.state_names)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
-        """Puts the weights that files have quantized before transformers' own conversions."""
+        """Prepends the conversion of weights that files store quantized to transformers' own."""
         ours = self.released.conversion(weight_conversions, self.quantization_config, self.state_names)
         return [*([] if ours is None else [ours]), *weight_conversions]
 
     def update_parallel_plan(self, model: Any, plan: dict[str, str]) -> None:
-        """Leaves the plan: a model that is to be cut by it is refused."""
+        """Does nothing: models to be sharded by a plan are refused earlier."""
 
     def postprocess_model(self, model: Any, **_: Any) -> None:
-        """Gives the model its state dict back, and its config; from now on it is as one that `convert` was called on."""
+        """Restores the model's state dict and sets its config; afterwards it is like a model from `convert`."""
         for module, hooks in self.hidden.items():
             module._state_dict_hooks.update(hooks)
         self.hidden.clear()
@@ -299,14 +299,14 @@ class BlockfpHfQuantizer(HfQuantizer):
         for config in (model.config, *(getattr(model.config, name, None) for name in model.config.sub_configs)):
             if config is not None and hasattr(config, "quantization_config"):
                 del config.quantization_config
-        # What is saved holds what was made here.
+        # Saved files will contain the weights made here.
         self.quantization_config.requantize = False
         model.config.quantization_config = self.quantization_config
         self.quantization_config.follow(model)
-        # Not a quantized model in transformers' sense, whose state dict is the quantizer's, and which none but adapters train.
+        # transformers would take a "quantized model"'s state dict from the quantizer, and only let adapters train it.
         model.hf_quantizer, model.is_quantized = None, False
         del model.quantization_method
-        # Codes have no way back to the names and shapes of the release: `save_in_layout` has it.
+        # Codes can't be converted back to the release's names and shapes; `save_in_layout` does that.
         model._weight_conversions = []
 
     def is_serializable(self) -> bool:
@@ -326,7 +326,7 @@ class BlockfpHfQuantizer(HfQuantizer):
 
 
 def _set_state(model: nn.Module) -> None:
-    """Starts what recipes keep in layers where no file had it."""
+    """Initializes layers' buffers that no file contained."""
     for module in model.modules():
         if not isinstance(module, StatefulLayer) or not any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             continue
@@ -336,48 +336,48 @@ def _set_state(model: nn.Module) -> None:
 
 
 def save_in_layout(model: Any, folder: str | Path, layout: str, *, file_bytes: int | None = None) -> None:
-    """Saves a model as other libraries read it without blockfp: weights, config.json and generation_config.json.
+    """Saves a model for other libraries, without blockfp: weights, config.json and generation_config.json.
 
-    Codes and scales are the model's. Names are those of the model's releases, so experts are matrices of their own where
-    the family's files have them so. Every rank of a sharded model calls it, and rank 0 writes.
+    Writes the model's codes and scales under the names of the model's releases; experts are separate matrices if the family's
+    files have them so. Every rank of a sharded model must call it, and rank 0 writes.
 
     Args:
         model: a transformers model with quantized weights.
-        folder: where to.
-        layout: a name of `blockfp convert --layout`: "compressed-tensors" or "fine-grained-fp8", which transformers and vLLM
-            read, "modelopt", or "mxfp4", in which gpt-oss's experts are.
-        file_bytes: the most bytes of a file; None for one file.
+        folder: the output folder.
+        layout: a name from `blockfp convert --layout`: "compressed-tensors" or "fine-grained-fp8", which transformers and vLLM
+            read, "modelopt", or "mxfp4", the layout of gpt-oss's experts.
+        file_bytes: maximum size of a file; None writes one file.
 
     Raises:
-        ValueError: the layout isn't known, a weight can't be taken apart into the release's without another scale, or releases
-            have several of the model's weights as one; or adapters are in the model (PEFT's: `merge_and_unload()` first).
-        BadFile: the layout can't hold a weight as it is; `blockfp convert` requantizes.
+        ValueError: the layout is unknown, a weight can't be split into the release's weights without new scales, the release
+            combines several of the model's weights, or the model contains adapters (call PEFT's `merge_and_unload()` first).
+        BadFile: the layout can't hold a weight; `blockfp convert` requantizes.
     """
     write_model(model, Path(folder), layout, file_bytes)
 
 
 def stream_in_layout(model: Any, layout: str, **options: Any) -> WeightStream:
-    """Sends weights to a server bucket by bucket, under the names of the model's releases, as `save_in_layout` writes them.
+    """Sends weights to a server in buckets, under the names of the model's releases, as `save_in_layout` writes them.
 
-    It is `blockfp.torch.stream_weights`, but for names and experts: these are matrices of their own where the family's files
-    have them so, which is what vLLM and SGLang load. Those of one parameter share a bucket.
+    Like `blockfp.torch.stream_weights`, except for names and experts: experts are separate matrices if the family's files have
+    them so, which vLLM and SGLang load. The experts of one parameter share a bucket.
 
     Args:
         model: a transformers model, sharded or whole.
         layout: see `stream_weights`.
-        options: bucket_bytes, keep_on, sha256 of `stream_weights`.
+        options: bucket_bytes, keep_on and sha256 of `stream_weights`.
 
     Raises:
-        TypeError, ValueError: see `stream_weights`; blocks of an expert that reach into another one; releases that have several
-            of the model's weights as one.
+        TypeError, ValueError: see `stream_weights`; or blocks span two experts, or the release combines several of the model's
+            weights.
     """
     return stream_model(model, layout, **options)
 
 
 def _merging(theirs: Any) -> Any:
-    """Lets a `BlockfpConfig` that is given to `from_pretrained` win over what a release's config.json says.
+    """Lets a `BlockfpConfig` passed to `from_pretrained` override a release's config.json.
 
-    transformers refuses a second configuration of another class, and has no hook.
+    transformers refuses a second configuration of another class and has no hook for it.
     """
 
     @wraps(theirs)

@@ -1,4 +1,4 @@
-"""Weights on their way from files into a transformers model: quantized there, or quantized as they are read."""
+"""Reads weights from files into a transformers model: already quantized ones, or quantized while reading."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from ..torch_backend.quantized_tensor import sharding
 from ..torch_backend.quantized_tensor.tensor import QuantizedTensor
 
 PATTERN = "blockfp's, by name"
-"""A pattern for transformers in place of the names of files' weights."""
+"""A pattern that stands for the names of weights in files."""
 
 
 @dataclass(frozen=True)
 class FromFile:
-    """A parameter that files hold quantized, as one weight or as several that a conversion of transformers puts together.
+    """A parameter that files store quantized, as one weight or as several that a transformers conversion combines.
 
     Attributes:
-        name: of the parameter.
-        format: of all of them.
-        weights: by the conversion's pattern, each in its order.
-        conversion: what puts them together; None for one weight.
+        name: name of the parameter.
+        format: format of all its weights.
+        weights: the weights by the conversion's pattern, in order.
+        conversion: combines the weights; None for a single weight.
     """
 
     name: str
@@ -62,7 +62,7 @@ class FromFile:
         return [weight for weights in self.weights.values() for weight in weights]
 
     def quantized(self, model: Any, dtype: torch.dtype) -> QuantizedTensor:
-        """Reads codes and scales, which `check_whole` has found to be those of a whole."""
+        """Reads and combines codes and scales, after `check_whole`."""
         read = {pattern: [weight.read() for weight in weights] for pattern, weights in self.weights.items()}
         codes = self._together(read, lambda array: array.codes, model)
         first = next(iter(read.values()))[0]
@@ -75,7 +75,7 @@ class FromFile:
         return QuantizedTensor.from_parts(codes, scales, factor, format=self.format, columns=columns, dtype=dtype)
 
     def values(self, model: Any, dtype: torch.dtype) -> Tensor:
-        """Reads the values that codes stand for, put together as transformers does with values."""
+        """Reads the dequantized values, combined by transformers' conversion."""
         read = {pattern: [weight.read() for weight in weights] for pattern, weights in self.weights.items()}
         return self._together(read, lambda array: np.asarray(array.dequantize(np.float32)), model).to(dtype)
 
@@ -94,7 +94,7 @@ class FromFile:
         return whole[0] if isinstance(whole, list) else whole
 
     def check_whole(self) -> None:
-        """Raises ValueError where codes that are put together wouldn't stand for the values of their parts."""
+        """Raises ValueError if combined codes would not represent the values of their parts."""
         if self.conversion is None:
             return
         way = "requantize=True dequantizes them and quantizes the whole anew"
@@ -113,11 +113,11 @@ class FromFile:
                 self._check_ends(operation.dim, merged, way)
 
     def _check_ends(self, dim: int, merged: bool, way: str) -> None:
-        """Raises ValueError where weights that are laid end to end along an axis end within a block."""
+        """Raises ValueError if weights concatenated along an axis end inside a block."""
         sources = [weights[0] for weights in self.weights.values()] if merged else self.all
         axis = dim if dim < 0 else dim - len(sources[0].shape) - merged
         block = (self.format.block or (1, 1))[axis] if axis >= -2 else 1
-        # The last may end within a block, as the whole does.
+        # The last weight may end inside a block, like the whole.
         lengths = [weight.shape[axis] for weight in sources[:-1] if axis >= -2]
         if any(length % block for length in lengths):
             raise ValueError(
@@ -136,10 +136,10 @@ class Released:
     """The quantized parameters of a model's files.
 
     Attributes:
-        params: by the name of the model's parameter.
-        names: by each name in the files that belongs to one, the parameter's.
-        buffers: names in the files of everything else.
-        own: whether blockfp's own `save_pretrained` wrote them.
+        params: quantized parameters by name in the model.
+        names: maps each of their entries in the files to the parameter's name.
+        buffers: names of all other entries in the files.
+        own: whether blockfp's `save_pretrained` wrote the files.
     """
 
     params: dict[str, FromFile]
@@ -159,7 +159,7 @@ class Released:
         return self._by_module.get(path, ())
 
     def conversion(self, conversions: Sequence[Any], config: Any, state_names: set[str]) -> ReadQuantized | None:
-        """Returns what puts these weights into the model, beside transformers' own conversions; None if there are none."""
+        """Returns the conversion that loads these weights, next to transformers' own; None without any."""
         if not self.params:
             return None
         renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
@@ -177,15 +177,10 @@ def _renamed(name: str, renamings: Sequence[WeightRenaming]) -> str:
 
 
 def released_weights(model: Any, files: Iterable[str]) -> Released:
-    """Finds what files hold quantized, and which parameters of a model that is.
+    """Finds the quantized weights in files and the model's parameters that they belong to.
 
-    Args:
-        model: as transformers makes it, not converted.
-        files: the checkpoint's.
-
-    Raises:
-        BadFile: they hold weights that are quantized in a way that blockfp has no format for.
-        ValueError: a parameter is made of weights in several formats, or is a piece of one.
+    `model` is transformers', not converted; `files` belong to the checkpoint. Raises BadFile for weights in an unsupported
+    quantization, and ValueError if a parameter combines weights in several formats or is a piece of one.
     """
     paths = [Path(file) for file in files]
     if not paths or any(path.suffix != ".safetensors" for path in paths):
@@ -222,10 +217,10 @@ def released_weights(model: Any, files: Iterable[str]) -> Released:
 
 
 def lies_turned(module: Any, found: Sequence[FromFile]) -> bool:
-    """Says whether files have quantized experts [experts, out, in] that a module has as [experts, in, out].
+    """Returns whether files store a module's experts [experts, in, out] as quantized [experts, out, in].
 
-    They do wherever blocks lie along the rows: a weight [experts, in, out] has no such format. Square blocks may lie either way
-    round; one of the two matrices shows it by its shape, and the other lies as it does.
+    They do if blocks run along rows: a weight [experts, in, out] has no such format. Square blocks allow both orders; one of
+    the two matrices shows the order by its shape, and the other follows it.
     """
     if not getattr(module, "is_transposed", False):
         return False
@@ -241,7 +236,7 @@ def lies_turned(module: Any, found: Sequence[FromFile]) -> bool:
 
 
 def untranspose(module: Any, found: Sequence[FromFile]) -> None:
-    """Makes experts [experts, in, out] on the meta device [experts, out, in], where files have them so."""
+    """Changes experts [experts, in, out] on the meta device to [experts, out, in] if files store them so."""
     if not lies_turned(module, found):
         return
     kind = base_kind(module)
@@ -256,7 +251,7 @@ def untranspose(module: Any, found: Sequence[FromFile]) -> None:
 
 
 class QuantizeOnLoad(ConversionOps):
-    """Quantizes a weight that transformers has read, in the format of the parameter that it is for."""
+    """Quantizes a weight read by transformers in its parameter's format."""
 
     def __init__(self, config: Any, state_names: set[str]):
         self.config, self.state_names = config, state_names
@@ -272,17 +267,17 @@ class QuantizeOnLoad(ConversionOps):
 
 
 class _Nothing(ConversionOps):
-    """Stands where transformers wants an operation."""
+    """A placeholder where transformers requires an operation."""
 
     def convert(self, input_dict: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
         return input_dict
 
 
 class ReadQuantized(WeightConverter):
-    """Makes parameters of what files hold quantized.
+    """Creates parameters from weights that files store quantized.
 
-    transformers asks each conversion for the new name of each name in the files, and would read the tensors itself; here names
-    are looked up, and blockfp's reader gives codes and scales.
+    transformers asks each conversion for the new name of each entry and would read the tensors itself; here names are looked
+    up, and blockfp's reader provides codes and scales.
     """
 
     __slots__ = ("config", "released", "state_names", "targets")
@@ -293,19 +288,19 @@ class ReadQuantized(WeightConverter):
     targets: dict[str, str]
 
     def __deepcopy__(self, _: Any) -> ReadQuantized:
-        # One for each parameter: what they know is the same.
+        # transformers copies it per parameter; all copies share the same data.
         made = ReadQuantized([PATTERN], [PATTERN], [_Nothing()], force_cpu=True)
         for name in self.__slots__:
             setattr(made, name, getattr(self, name))
         return made
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        """Returns the parameter that a name in the files belongs to."""
+        """Returns the parameter that an entry in the files belongs to."""
         target = self.targets.get(source_key)
         return (source_key, None) if target is None else (target, PATTERN)
 
     def add_tensor(self, *_: Any) -> None:
-        """Leaves what transformers would read."""
+        """Ignores the tensor that transformers read."""
 
     def convert(self, layer_name: str, model: Any = None, loading_info: Any = None, **_: Any) -> dict[str, Any]:
         """Returns the parameter by its name."""
@@ -329,7 +324,7 @@ class ReadQuantized(WeightConverter):
         if quantized and not self.config.requantize and self.config.weights == "quantized":
             q = found.quantized(model, param.dtype)
             _check_shape(name, q, param)
-            # transformers moves it to its device; whether it is trained is said behind that.
+            # transformers moves it to its device; requires_grad is set afterwards.
             return nn.Parameter(q, requires_grad=False)
         values = found.values(model, param.dtype)
         values = values.mT.contiguous() if lies_turned(module, self.released.of_module(name.rpartition(".")[0])) else values
@@ -340,7 +335,7 @@ class ReadQuantized(WeightConverter):
 
 
 def _parameter(model: Any, name: str, values: Tensor, config: Any) -> nn.Parameter:
-    """Makes the parameter of this name of values."""
+    """Makes the named parameter from values."""
     module, own = get_module_from_name(model, name)
     param = module.get_parameter(own)
     if sharding.mesh_of(param) is not None:

@@ -1,4 +1,4 @@
-"""Writes transformers models in the layouts of other libraries, under the names of the model's releases."""
+"""Writes transformers models in other libraries' layouts, under the names of the model's releases."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from ..torch_backend.weights.state_dict import gathered, stored_parts
 
 
 def write_model(model: Any, folder: Path, layout: str, file_bytes: int | None) -> None:
-    """Does what `save_in_layout` says."""
+    """Implements `save_in_layout`."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     if found := not_released(model_names.parameters(model)):
@@ -58,7 +58,7 @@ def write_model(model: Any, folder: Path, layout: str, file_bytes: int | None) -
     release = _Names(model)
     weights = {}
     for name, q in quantized.items():
-        # gpt-oss's files have experts together.
+        # gpt-oss's files store all experts in one tensor.
         made = (
             {name: _weight(name, q)}
             if layout == "mxfp4"
@@ -73,7 +73,7 @@ def write_model(model: Any, folder: Path, layout: str, file_bytes: int | None) -
 
 
 def stream_model(model: Any, layout: str, **options: Any) -> WeightStream:
-    """Does what `stream_in_layout` says."""
+    """Implements `stream_in_layout`."""
     release = _Names(model)
     quantized = {f"{path}.{own}" for path, module in model.named_modules() for own in quantized_names(module)}
     together = quantized if layout == "mxfp4" else set()
@@ -85,7 +85,7 @@ def stream_model(model: Any, layout: str, **options: Any) -> WeightStream:
 
 
 def _write_configs(model: Any, folder: Path) -> None:
-    """Writes the model's config.json with the quantization that the layout has put there."""
+    """Writes the model's config.json, with the layout's quantization_config."""
     written = json.loads((folder / "config.json").read_text()) if (folder / "config.json").exists() else {}
     config = copy.deepcopy(model.config)
     config.dtype = str(model.dtype).removeprefix("torch.")
@@ -97,7 +97,7 @@ def _write_configs(model: Any, folder: Path) -> None:
 
 
 def _quantized(model: Any) -> dict[str, QuantizedTensor]:
-    """Returns the whole quantized weights by name, experts as [experts, out, in]; collective where they are sharded."""
+    """Returns the whole quantized weights by name, experts as [experts, out, in]; collective if they are sharded."""
     found = {}
     for path, module in model.named_modules():
         for own in quantized_names(module):
@@ -117,7 +117,7 @@ def _whole(param: Tensor, local: QuantizedTensor) -> QuantizedTensor:
 
 
 class _Names:
-    """The names of a model's releases: transformers' conversions, backwards."""
+    """The names of a model's releases, from transformers' conversions in reverse."""
 
     def __init__(self, model: Any):
         known = get_model_conversion_mapping(model, add_legacy=False)
@@ -126,16 +126,15 @@ class _Names:
         self.converters = [one.reverse_transform() for one in conversions if isinstance(one, WeightConverter)]
 
     def of(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns a state dict under their names, what the model has put together taken apart."""
+        """Returns a state dict under the release's names, with combined weights split again."""
         model: Any = self.model
         return revert_weight_conversion(model, dict(state))
 
     def of_one(self, name: str, tensor: Tensor, *, codes: bool = False) -> dict[str, Tensor]:
-        """Returns what one tensor becomes under their names.
+        """Returns the release's tensors for one of the model's.
 
-        Raises:
-            ValueError: they have it together with other tensors of the model, or, of codes and scales, otherwise than end to
-                end, or as matrices that lie on each other.
+        Raises ValueError if the release combines it with other tensors, or if codes would need more than splitting along an
+        axis.
         """
         converters: list[Any] = self.converters
         for conversion in converters:
@@ -152,7 +151,7 @@ class _Names:
 
 
 def _weight(name: str, q: QuantizedTensor) -> Weight:
-    """Returns a weight whose parts are read as torch's tensors."""
+    """Returns a weight whose parts are read as torch tensors."""
     dtype = DTYPES[str(q.dtype).removeprefix("torch.")]
     codes, scales, *factor = (replace(_entry(name, part), read=lambda part=part: part) for part in q.parts)
     return Weight(name, q.format, tuple(q.shape), dtype, codes, scales, factor[0] if factor else None)
@@ -167,6 +166,6 @@ def _of_numpy(weight: Weight) -> Weight:
 
 
 def _entry(name: str, tensor: Tensor) -> modelfile.Tensor:
-    """Returns a tensor as files have it; it is copied from its device when it is written."""
+    """Returns a tensor as a file entry; it is copied from its device when written."""
     dtype: np.dtype = to_numpy(torch.empty(0, dtype=tensor.dtype)).dtype
     return modelfile.Tensor(name, dtype, tuple(tensor.shape), lambda: to_numpy(tensor.detach().cpu().contiguous()))

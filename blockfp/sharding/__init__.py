@@ -1,1 +1,1 @@
-"""Placements of shards, and the plans that follow without touching data; `simulate` carries them out on NumPy arrays."""
+"""Placements of shards, and plans derived from them without touching data; `simulate` runs plans on NumPy arrays."""

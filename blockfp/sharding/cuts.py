@@ -1,6 +1,6 @@
-"""Cuts of an axis among any number of ranks, chunks of chunks, as arrays.
+"""Positions of an axis's chunks, as arrays.
 
-Meshes have thousands of ranks, and a step of training may not begin with a loop over all of them for each weight.
+Meshes have thousands of ranks, and a training step must not loop over all of them in Python for each weight.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 @lru_cache(maxsize=1024)
 def chunks(size: int, counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """(starts, sizes), int64 [*counts]: an axis of this size cut into so many chunks, and each of these again."""
+    """Returns (starts, sizes), int64 [*counts]: the axis cut into counts[0] chunks, each of these into counts[1], and so on."""
     starts, sizes = np.zeros((), np.int64), np.array(size, np.int64)
     for count in counts:
         chunk = -(-sizes // count)[..., None]
@@ -25,12 +25,12 @@ def chunks(size: int, counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
 
 @lru_cache(maxsize=1024)
 def straddling(size: int, counts: tuple[int, ...], block: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    """The blocks that several of these chunks share, and for each level of cuts whether such chunks differ in it."""
+    """Returns the indices of blocks that several chunks share, and for each level of cuts whether such chunks differ in it."""
     starts, sizes = chunks(size, counts)
     places = np.flatnonzero(sizes)
     begins = starts.ravel()[places]
     first = begins // block
-    # Chunks lie in ascending order: one that begins inside a block shares it with the chunk before.
+    # Chunks are in ascending order, so a chunk that begins inside a block shares it with the chunk before.
     shared = np.flatnonzero(begins != first * block)
     if not len(shared):
         return (), (False,) * len(counts)

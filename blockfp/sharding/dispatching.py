@@ -1,15 +1,16 @@
-"""Tokens on their way to experts that ranks share, and back: where each row goes, and where it stands when it has arrived.
+"""Dispatch of tokens to experts on other ranks, and back: the order in which rows are sent and received.
 
-Each of `ranks` has tokens of its own, and some of the experts: rank r those from r * chunk on (`chunk_of`). A token goes to k
-experts, each of which is a slot: slot t * k + j is the j-th expert of token t.
+Each rank has its own tokens and some of the experts: rank r has the experts from r * chunk (`chunk_of`). A token goes to k
+experts, one per slot: slot t * k + j holds the j-th expert of token t.
 
-    sent        a rank's slots in the order of their experts, and within one expert in their own order
-    arrived     by expert, and within one expert by rank, in the order in which they were sent
+    sent        a rank's slots sorted by expert, stable
+    arrived     sorted by expert, then by rank, then in the order sent
 
-So an expert's rows are those that one process would have with the tokens of all ranks one after another. They are moved as they
-are, values or codes with their scales: rows that share no scale, or all of them one, may be quantized before or after.
+An expert's rows are thus in the order of a single process with the tokens of all ranks concatenated. Rows move unchanged, as
+values or as codes with scales. If no scale spans several rows, or one covers all of them, quantizing before or after gives the
+same.
 
-`dispatched` and `combined` carry this out on lists of NumPy arrays, one for each rank; other executors are held against them.
+`dispatched` and `combined` do this on lists of NumPy arrays, one per rank; other executors are tested against them.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Sending(NamedTuple):
     """The order in which a rank sends its slots.
 
     Attributes:
-        slots: int64 [tokens * k], the slot of each row that is sent.
-        counts: int64 [experts], how many rows go to each.
+        slots: int64 [tokens * k], the slot of each row sent.
+        counts: int64 [experts], the number of rows per expert.
     """
 
     slots: np.ndarray
@@ -35,16 +36,12 @@ class Sending(NamedTuple):
 
 
 def chunk_of(experts: int, ranks: int) -> int:
-    """Returns how many experts a rank has, but for the last ones, which may have fewer: as torch cuts an axis."""
+    """Returns the number of experts per rank, by torch's chunk rule: the last ranks may have fewer."""
     return -(-experts // ranks)
 
 
 def check_rows(format: Format) -> None:
-    """Checks that rows can be taken out of a quantized matrix.
-
-    Raises:
-        ValueError: rows of it share blocks.
-    """
+    """Raises ValueError if rows of a matrix in this format share blocks, so that single rows can't be sent."""
     if format.block is not None and format.block[0] != 1:
         raise ValueError(
             f"tokens in {format} share blocks of {format.block[0]} rows, which can't go to different experts: use blocks of "
@@ -53,21 +50,15 @@ def check_rows(format: Format) -> None:
 
 
 def sending(experts: np.ndarray, total: int) -> Sending:
-    """Orders a rank's slots by expert.
-
-    Args:
-        experts: int [tokens, k], from 0 to total - 1.
-        total: how many experts there are on all ranks.
-    """
+    """Sorts a rank's slots by expert; `experts` is int [tokens, k] in 0..total - 1, `total` counts the experts of all ranks."""
     flat = experts.reshape(-1)
     return Sending(np.argsort(flat, kind="stable"), np.bincount(flat, minlength=total))
 
 
 def arrival(counts: np.ndarray) -> np.ndarray:
-    """Returns which of the rows that arrived, rank after rank, stands at each place once they are sorted by expert.
+    """Returns the permutation that sorts received rows (ordered by rank) by expert.
 
-    Args:
-        counts: int [ranks, own experts], rows from each rank to each of the experts here.
+    `counts` is int [ranks, own experts]: rows from each rank to each local expert.
     """
     ranks, own = counts.shape
     expert = np.repeat(np.tile(np.arange(own), ranks), counts.reshape(-1))
@@ -81,21 +72,21 @@ def _counts(experts: Sequence[np.ndarray], total: int, rank: int) -> np.ndarray:
 
 
 def _between(experts: Sequence[np.ndarray], total: int) -> list[list[int]]:
-    """Rows from each rank to each."""
+    """Returns the number of rows from each rank to each rank."""
     counts = [_counts(experts, total, rank).sum(1) for rank in range(len(experts))]
     return np.stack(counts, 1).tolist()
 
 
 def dispatched(rows: Sequence[np.ndarray], experts: Sequence[np.ndarray], total: int) -> list[np.ndarray]:
-    """Moves rows to their experts' ranks.
+    """Moves rows to the ranks of their experts.
 
     Args:
-        rows: of each rank, [tokens, ..]: values, codes or scales.
-        experts: of each rank, [tokens, k].
-        total: how many experts there are.
+        rows: per rank, [tokens, ..]: values, codes or scales.
+        experts: per rank, [tokens, k].
+        total: number of experts on all ranks.
 
     Returns:
-        For each rank [rows that came, ..], sorted by expert.
+        Per rank [rows received, ..], sorted by expert.
     """
     between, found = _between(experts, total), []
     for rank in range(len(rows)):
@@ -109,15 +100,15 @@ def dispatched(rows: Sequence[np.ndarray], experts: Sequence[np.ndarray], total:
 
 
 def combined(rows: Sequence[np.ndarray], experts: Sequence[np.ndarray], total: int) -> list[np.ndarray]:
-    """Moves rows, as `dispatched` left them, back to the slots that they are for.
+    """Moves rows back from the experts to their slots; inverts `dispatched`.
 
     Args:
-        rows: of each rank, [rows, ..], sorted by expert.
-        experts: of each rank, [tokens, k].
-        total: how many experts there are.
+        rows: per rank, [rows, ..], sorted by expert.
+        experts: per rank, [tokens, k].
+        total: number of experts on all ranks.
 
     Returns:
-        For each rank [tokens, k, ..].
+        Per rank [tokens, k, ..].
     """
     between, arrived = _between(experts, total), []
     for rank, own in enumerate(rows):

@@ -1,11 +1,11 @@
-"""The parts of a sharded array in a checkpoint, laid so that any other mesh can read them.
+"""Layout of a sharded array in a checkpoint, which a load on any other mesh can read.
 
-A checkpoint holds codes and scales as two ordinary arrays (three for NVFP4), each cut among the ranks like any other sharded
-array. That works where every cut of the array is one of theirs:
+A checkpoint stores codes and scales (for NVFP4 also the tensor scale) as ordinary arrays, sharded like any other. This requires
+that each cut of the array is also a cut of the stored array:
 
-    rows cut at a multiple of the block      codes and scales lie as the array does
-    rows cut inside a block                  codes do; the block's scale is on two ranks, so the whole grid of scales is kept
-    columns cut inside a packed byte         the byte is on two ranks, so the whole codes are kept
+    rows cut at a multiple of the block      codes and scales are sharded like the array
+    rows cut inside a block                  codes are; two ranks have the block's scale, so all scales are stored whole
+    columns cut inside a packed byte         two ranks have the byte, so codes are stored whole
     one scale for the tensor                 every rank has it
 """
 
@@ -30,9 +30,9 @@ class Part:
         name: "codes", "scales" or "tensor_scale".
         shape: global shape.
         dtype: "uint8" or "float32".
-        sharded: whether each rank's part of it is that of an array of this shape, placed as the quantized one; if not,
-            every rank is to have the whole.
-        unit: (rows, columns) of array elements to `entries` (rows, columns) of the part; None for one that isn't a grid.
+        sharded: whether the array's placements, applied to this shape, give each rank its own entries; if not, every rank
+            stores the whole.
+        unit: (rows, columns) of array elements per `entries` (rows, columns) of this part; None if the part is not a grid.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Part:
     entries: tuple[int, int] = (1, 1)
 
     def span(self, region: Region) -> tuple[slice, ...]:
-        """The index of the entries of a region of the array; units that its edges cut are included."""
+        """Returns the index of the entries for a region of the array, including units that the region cuts."""
         if self.unit is None:
             return tuple(slice(None) for _ in self.shape)
         index = list(region.slices)
@@ -52,14 +52,14 @@ class Part:
             start, size = region.start[dim], region.shape[dim]
             first = start // unit
             count = layout.block_grid(size, unit, start)
-            # The last byte of a packed row may hold fewer codes, and three bytes hold four: both end with the part.
+            # The last unit of a row can be incomplete: a byte with one code, or three bytes with fewer than four.
             index[dim] = slice(first * entries, min((first + count) * entries, self.shape[dim]))
         return tuple(index)
 
 
 @lru_cache(maxsize=4096)
 def parts(format: Format, sharding: Sharding) -> tuple[Part, ...]:
-    """Codes, scales and, for NVFP4, the tensor scale of an array with this sharding."""
+    """Returns codes, scales and (with two levels) the tensor scale of an array with this sharding."""
     shape = sharding.shape
     together = format.element.codes_per_group
     size = together * format.element.bits // 8
@@ -72,10 +72,10 @@ def parts(format: Format, sharding: Sharding) -> tuple[Part, ...]:
 
 
 def offsets_agree(sharding: Sharding) -> bool:
-    """Returns whether torch finds each rank's part where it is, by a DTensor's placements alone.
+    """Returns whether a DTensor's placements alone tell torch each rank's offset correctly.
 
-    Where FSDP cuts what tensor parallelism has cut and nothing divides evenly, torch's releases differ from FSDP2 and from each
-    other in the rows that a strided placement means.
+    If FSDP shards a tensor-parallel weight unevenly, torch's releases differ from FSDP2, and from each other, in the rows that
+    a strided placement means.
     """
     strided = {p.dim for p in sharding.placements if isinstance(p, StridedShard)}
     return all(np.ptp(sharding.chunks(dim)[1]) == 0 for dim in strided)
@@ -87,7 +87,7 @@ def _with_sharding(part: Part, sharding: Sharding) -> Part:
 
 
 def _cut_alike(part: Part, unit: Sequence[int], sharding: Sharding) -> bool:
-    """Returns whether the part, cut as the array is cut, gives each rank the entries of its region."""
+    """Returns whether sharding the part like the array gives each rank the entries of its region."""
     if all(isinstance(placement, Replicate) for placement in sharding.placements):
         return True
     last = len(sharding.shape) - 1
@@ -96,7 +96,7 @@ def _cut_alike(part: Part, unit: Sequence[int], sharding: Sharding) -> bool:
     own = Sharding(part.shape, sharding.mesh, sharding.placements)
     if 0 in sharding.shape:
         return 0 in own.shape
-    # Axes are cut by mesh axes of their own, so what holds of each axis holds of every rank.
+    # Different mesh axes cut each array axis, so checking every axis covers every rank.
     for dim in range(len(sharding.shape)):
         starts, sizes = sharding.chunks(dim)
         cut_starts, cut_sizes = own.chunks(dim)

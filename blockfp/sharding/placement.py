@@ -1,8 +1,8 @@
-"""Meshes, placements and shardings: the part of a global array that each rank of a mesh holds.
+"""Meshes, placements and shardings: which part of a global array each rank of a mesh holds.
 
-Plain values, no framework: a `Mesh` of ranks, a placement for each of its axes, and a `Sharding` that joins both to a
-global shape and answers where a shard lies and which blocks its edges cut. Shards follow torch's chunk rule: each
-is ceil(size / ranks) long, so the last ones may be short or empty.
+These are plain values without a framework. A `Sharding` combines a global shape, a `Mesh` and one placement per mesh axis; it
+computes the regions of shards and the blocks that they cut. Shards follow torch's chunk rule: each has ceil(size / ranks)
+elements, so the last ones can be short or empty.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from . import cuts
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks 0 .. size - 1 laid out row-major on named axes.
+    """Ranks 0 .. size - 1, row-major on named axes.
 
     Attributes:
-        shape: ranks along each axis.
+        shape: number of ranks along each axis.
         names: the axes' names; "dim_0", "dim_1", .. by default.
 
     Raises:
-        ValueError: an axis without ranks, or names that don't fit the shape.
+        ValueError: an axis has no ranks, or the names don't fit the shape.
     """
 
     shape: tuple[int, ...]
@@ -44,21 +44,21 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return math.prod(self.shape)
 
     def axis(self, name: str) -> int:
-        """Position of the axis of this name."""
+        """Returns the position of an axis; raises ValueError for an unknown name."""
         if name not in self.names:
             raise ValueError(f"mesh has no axis {name!r}; its axes are {', '.join(map(repr, self.names))}")
         return self.names.index(name)
 
     def axis_size(self, name: str) -> int:
-        """Ranks along the axis of this name."""
+        """Returns the number of ranks along an axis."""
         return self.shape[self.axis(name)]
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
-        """A rank's position along each axis."""
+        """Returns a rank's position along each axis."""
         if not 0 <= rank < self.size:
             raise ValueError(f"rank must be in 0..{self.size - 1}, got {rank}")
         coordinate = []
@@ -68,14 +68,14 @@ class Mesh:
         return tuple(reversed(coordinate))
 
     def rank(self, coordinate: Sequence[int]) -> int:
-        """The rank at a coordinate."""
+        """Returns the rank at a coordinate."""
         rank = 0
         for size, position in zip(self.shape, coordinate, strict=True):
             rank = rank * size + position
         return rank
 
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """The ranks that differ from `rank` along `axes` at most, row-major over the axes in the order given."""
+        """Returns the ranks that differ from `rank` only along `axes`, row-major over the axes in the given order."""
         base = list(self.coordinate(rank))
         positions = [self.axis(name) for name in axes]
         ranks = []
@@ -91,7 +91,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Replicate:
-    """Every rank along the mesh axis holds the same."""
+    """Every rank along the mesh axis holds the same data."""
 
     def __str__(self) -> str:
         return "Replicate()"
@@ -99,7 +99,7 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Shard:
-    """Array axis `dim` is cut into chunks along the mesh axis, after the mesh axes to the left have cut it."""
+    """Array axis `dim` is cut into chunks along this mesh axis, after mesh axes to its left have cut it."""
 
     dim: int
 
@@ -109,10 +109,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class StridedShard:
-    """Like `Shard(dim)`, but after mesh axes to the right, `split_factor` ranks in all, have cut the array axis.
+    """Like `Shard(dim)`, but mesh axes to the right, with `split_factor` ranks in total, cut the array axis first.
 
-    FSDP over tensor parallelism: on a mesh (fsdp, tp) that both cut axis 0, tp cuts first and fsdp cuts tp's shards, which is
-    (StridedShard(0, split_factor=tp's size), Shard(0)).
+    FSDP over tensor parallelism: on a mesh (fsdp, tp), tp cuts axis 0 and fsdp cuts tp's shards, which is (StridedShard(0,
+    split_factor=tp's size), Shard(0)).
     """
 
     dim: int
@@ -124,7 +124,7 @@ class StridedShard:
 
 @dataclass(frozen=True)
 class Partial:
-    """Each rank holds a term; the array is their reduction by `op`."""
+    """Each rank holds a term; the array is the reduction of all terms by `op`."""
 
     op: str = "sum"
 
@@ -149,33 +149,33 @@ class Region:
 
     @property
     def origin(self) -> tuple[int, int]:
-        """(row, column) of the first element in the unsharded matrix, which is the last two axes."""
+        """(row, column) of the first element in the unsharded matrix (the last two axes)."""
         return (self.start[-2], self.start[-1])
 
     @property
     def empty(self) -> bool:
-        """True if there is nothing in it."""
+        """Whether the region has no elements."""
         return 0 in self.shape
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index that takes this region out of the global array."""
+        """Index of this region in the global array."""
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """A global array on a mesh: one placement for each mesh axis.
+    """A global array on a mesh, with one placement per mesh axis.
 
     Attributes:
-        shape: the global shape, two or more axes; the last two are the matrix.
+        shape: the global shape, with two or more axes; the last two are the matrix.
         mesh: the ranks.
-        placements: one for each mesh axis; array axes may be negative and are stored non-negative.
+        placements: one per mesh axis; negative array axes are stored non-negative.
 
     Raises:
-        ValueError: a placement too many or too few, an array axis that isn't there, or a `StridedShard` whose ranks would hold
+        ValueError: the number of placements is wrong, an array axis doesn't exist, or a `StridedShard` would give a rank
             several separate runs of an axis.
-        TypeError: something that isn't a placement.
+        TypeError: an entry is not a placement.
     """
 
     shape: tuple[int, ...]
@@ -211,11 +211,11 @@ class Sharding:
         return Shard(dim) if isinstance(placement, Shard) else StridedShard(dim, placement.split_factor)
 
     def order(self, dim: int) -> tuple[str, ...]:
-        """Names of the mesh axes that cut array axis `dim`, the one that cuts first (the outermost) first.
+        """Returns the names of the mesh axes that cut array axis `dim`, outermost (first to cut) first.
 
-        The rule is torch's for DTensor: from the right, an axis stands behind those whose sizes multiply to its split factor.
-        Each then cuts what the one before it left, as FSDP2 cuts tensor parallelism's shards. (Where nothing divides evenly,
-        torch's own offsets of a strided DTensor sometimes differ from where FSDP2 put the rows; the rows count here.)
+        Follows torch's rule for DTensor: from right to left, each axis is inserted after axes whose sizes multiply to its split
+        factor. Each axis cuts the chunks of the previous one, as FSDP2 cuts the shards of tensor parallelism. (For uneven
+        chunks, torch's offsets of a strided DTensor can differ from FSDP2's rows; these results match FSDP2.)
         """
         dim %= len(self.shape)
         order: list[str] = []
@@ -234,7 +234,7 @@ class Sharding:
         return tuple(order)
 
     def span(self, dim: int, rank: int) -> tuple[int, int]:
-        """(start, size) of a rank's region along array axis `dim`."""
+        """Returns (start, size) of a rank's region along array axis `dim`."""
         coordinate = self.mesh.coordinate(rank)
         start, size = 0, self.shape[dim]
         for name in self.order(dim):
@@ -245,49 +245,49 @@ class Sharding:
         return start, size
 
     def chunks(self, dim: int) -> tuple[np.ndarray, np.ndarray]:
-        """(starts, sizes) of the parts of array axis `dim`, empty ones too, with an axis for each mesh axis in `order(dim)`.
+        """Returns (starts, sizes) of all chunks of array axis `dim`, one array axis per mesh axis in `order(dim)`.
 
-        Meshes have thousands of ranks: nothing about all of them is worked out one rank after another.
+        Empty chunks are included. Vectorized over ranks, because meshes have thousands of them.
         """
         return cuts.chunks(self.shape[dim], self._counts(dim))
 
     def starts(self, dim: int) -> np.ndarray:
-        """Starts of the parts of array axis `dim` that aren't empty, in ascending order."""
+        """Returns the starts of the non-empty chunks of array axis `dim`, ascending."""
         starts, sizes = self.chunks(dim)
         return starts[sizes > 0]
 
     def region(self, rank: int) -> Region:
-        """The region that a rank holds."""
+        """Returns the region that a rank holds."""
         spans = [self.span(dim, rank) for dim in range(len(self.shape))]
         return Region(tuple(start for start, _ in spans), tuple(size for _, size in spans))
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
-        """The region that each rank holds."""
+        """The regions of all ranks."""
         return tuple(self.region(rank) for rank in range(self.mesh.size))
 
     def straddling(self, dim: int, block: int) -> tuple[int, ...]:
-        """Indices of the blocks of length `block` along array axis `dim` that lie on more than one rank, ascending."""
+        """Returns the indices of blocks of length `block` along array axis `dim` that span several ranks, ascending."""
         return cuts.straddling(self.shape[dim], self._counts(dim), block)[0]
 
     def straddling_axes(self, dim: int, block: int) -> tuple[str, ...]:
-        """The mesh axes along which the ranks that share a block of array axis `dim` differ, in the mesh's order."""
+        """Returns the mesh axes along which ranks that share a block of array axis `dim` differ, in the mesh's order."""
         _, differ = cuts.straddling(self.shape[dim], self._counts(dim), block)
         axes = {name for name, differs in zip(self.order(dim), differ, strict=True) if differs}
         return tuple(name for name in self.mesh.names if name in axes)
 
     def aligned(self, dim: int, block: int) -> bool:
-        """Returns whether every cut along array axis `dim` falls on a block boundary."""
+        """Returns whether every cut along array axis `dim` is on a block boundary."""
         return not self.straddling(dim, block)
 
     def _counts(self, dim: int) -> tuple[int, ...]:
         return tuple(self.mesh.axis_size(name) for name in self.order(dim))
 
     def gathered(self, axes: Iterable[str]) -> Sharding:
-        """The sharding after an all-gather over these mesh axes: replicated along them.
+        """Returns the sharding after an all-gather over these mesh axes, which become replicated.
 
         Raises:
-            ValueError: an axis shards nothing, or another axis cuts what it has cut: a rank would be left with several runs.
+            ValueError: an axis shards nothing, or another axis cuts its chunks further, so a rank would get separate runs.
         """
         axes = tuple(axes)
         for name in axes:
@@ -310,7 +310,7 @@ class Sharding:
         return Sharding(self.shape, self.mesh, tuple(placements))
 
     def transposed(self) -> Sharding:
-        """The sharding of the array with its last two axes swapped."""
+        """Returns the sharding of the array with its last two axes swapped."""
         last = len(self.shape) - 1
         swap = {last: last - 1, last - 1: last}
         placements = []
@@ -327,10 +327,10 @@ class Sharding:
 
 
 def from_dtensor(placements: Iterable[Any]) -> tuple[Placement, ...]:
-    """The placements of a torch DTensor, known by their class names, so that torch isn't imported.
+    """Converts the placements of a torch DTensor, recognized by class name so that torch isn't imported.
 
     Raises:
-        ValueError: a kind of placement that has no counterpart here.
+        ValueError: a placement has no counterpart here.
     """
     converted: list[Placement] = []
     for placement in placements:
@@ -351,15 +351,15 @@ def from_dtensor(placements: Iterable[Any]) -> tuple[Placement, ...]:
 
 
 def from_partition_spec(spec: Iterable[Any], mesh: Mesh, ndim: int) -> tuple[Placement, ...]:
-    """The placements that a JAX PartitionSpec means for an array of `ndim` axes.
+    """Converts a JAX PartitionSpec to placements.
 
     Args:
-        spec: for each array axis None, a mesh axis name, or a tuple of names, the outermost first. Missing entries are None.
-        mesh: the ranks, its axes in the order of the JAX mesh.
-        ndim: the array's number of axes.
+        spec: for each array axis None, the name of a mesh axis, or a tuple of names, outermost first. Missing entries are None.
+        mesh: the ranks, with axes in the order of the JAX mesh.
+        ndim: number of array axes.
 
     Raises:
-        ValueError: more entries than axes, an unknown or repeated mesh axis, or an entry that is none of these.
+        ValueError: there are more entries than axes, a mesh axis is unknown or repeated, or an entry has another type.
     """
     entries = tuple(spec)
     if len(entries) > ndim:
@@ -383,7 +383,7 @@ def from_partition_spec(spec: Iterable[Any], mesh: Mesh, ndim: int) -> tuple[Pla
 
 
 def _placed(mesh: Mesh, dim: int, order: Sequence[str]) -> dict[str, Placement]:
-    """The placements of the mesh axes that cut array axis `dim` in this order, outermost first."""
+    """Returns the placements of the mesh axes that cut array axis `dim` in this order, outermost first."""
     placed: dict[str, Placement] = {}
     for position, name in enumerate(order):
         right = (n for n in order[:position] if mesh.axis(n) > mesh.axis(name))

@@ -1,12 +1,12 @@
-"""Plans: from format, shape, mesh, placements and use to the steps of every rank, or the reason why there are none.
+"""Plans: the steps of every rank, derived from format, shape, mesh, placements and use.
 
 Every plan keeps one invariant, for every format, shape and mesh, bit for bit:
 
     gather(quantize(shard)) == quantize(gather(shard))
 
-Blocks inside one shard are quantized there. Blocks that straddle shards take the largest of the ranks' partial amaxes first.
-Scales travel with the data. What cannot be done that way passes through high precision, and the plan says why; what cannot
-be done at all raises ValueError. `sharding.steps` has the steps and `sharding.simulate` carries them out in NumPy.
+A block within one shard is quantized there. For a block that spans shards, ranks first max-reduce their partial amaxes. Scales
+travel with the data. If this isn't possible, data passes through high precision and the plan gives the reason; an impossible
+request raises ValueError. `sharding.steps` defines the steps, `sharding.simulate` runs them in NumPy.
 """
 
 from __future__ import annotations
@@ -33,28 +33,27 @@ def amax_axes(
     data_axes: Sequence[str] = (),
     delayed: bool = False,
 ) -> tuple[str, ...]:
-    """The mesh axes over which the amax of a whole tensor is max-reduced, in the mesh's order; axes of one rank left out.
+    """Returns the mesh axes over which a tensor's amax is max-reduced, in the mesh's order, without axes of one rank.
 
     | format | weight | input, gradient |
     |---|---|---|
-    | one scale per tensor, or two levels | every axis that shards it | every axis that shards it, but no data-parallel one |
-    | one scale per tensor, delayed scaling | the same: a weight has its own current amax | those, and all data-parallel axes |
+    | one scale per tensor, or two levels | axes that shard it | axes that shard it, except data-parallel ones |
+    | one scale per tensor, delayed scaling | same (weights use their current amax) | also all data-parallel axes |
     | blocks | none | none |
 
-    A data-parallel (or context-parallel) axis divides the batch: the activations and gradients of its ranks are different
-    tensors, whether a placement calls that `Shard` or `Replicate`. Blocks that straddle ranks are another matter: see
-    `Quantize.straddles`.
+    Data-parallel (and context-parallel) axes divide the batch. The activations and gradients of their ranks are separate
+    tensors, whether placements call them `Shard` or `Replicate`. `Quantize.straddles` covers blocks that span ranks.
 
     Args:
         format: a `Format` or its name.
         mesh: the ranks.
-        placements: how the operand lies, one placement for each mesh axis.
+        placements: the operand's placements, one per mesh axis.
         operand: "input", "weight" or "gradient".
         data_axes: the mesh axes that divide the batch.
         delayed: whether the recipe scales inputs and gradients by their amax history.
 
     Raises:
-        ValueError: an unknown operand or axis, a placement that doesn't fit the mesh, or one that is `Partial`.
+        ValueError: the operand or an axis is unknown, or a placement doesn't fit the mesh or is `Partial`.
     """
     format = Format.parse(format)
     if operand not in OPERANDS:
@@ -86,21 +85,21 @@ def quantize_shards(
     rotate: bool = False,
     stochastic: bool = False,
 ) -> Plan:
-    """Plans how each rank's values become its part of the unsharded array's codes and scales. Only amaxes are sent.
+    """Plans how ranks quantize their shards to get their parts of the unsharded array's codes and scales. Only amaxes are sent.
 
     Args:
         format: a `Format` or its name.
-        sharding: how the values lie. Of an input or gradient: the tensor of one data-parallel rank, with `Replicate()` on
+        sharding: placement of the values. For an input or gradient: the tensor of one data-parallel rank, with `Replicate()` on
             `data_axes`.
         operand: "input", "weight" or "gradient"; see `amax_axes`.
         data_axes: the mesh axes that divide the batch.
         columnwise: quantize the transposed array.
-        rotate: rotate groups of 16 along the last axis (after transposition) first.
+        rotate: first rotate groups of 16 along the last axis (after transposition).
         stochastic: whether a key will be given for stochastic rounding.
 
     Raises:
-        ValueError: `Partial` placements, a cut inside a rotation group, an input sharded over a data-parallel axis, or
-            stochastic rounding of an array whose leading axes are cut.
+        ValueError: a placement is `Partial`, a cut is inside a rotation group, an input is sharded over a data-parallel axis,
+            or stochastic rounding is asked for an array whose leading axes are cut.
     """
     format = Format.parse(format)
     _check_operand(sharding, operand, data_axes)
@@ -121,15 +120,15 @@ def gather_weight(
     """Plans the all-gather of a quantized weight over some mesh axes (FSDP's). Codes and scales travel, always rowwise.
 
     Args:
-        format: what the weight is in.
-        sharding: how codes and scales lie, as `quantize_shards` left them.
+        format: the weight's format.
+        sharding: placement of codes and scales, as `quantize_shards` left them.
         axes: mesh axes to gather over. The result stays sharded over the others (tensor parallelism's).
-        origin: (row, column) of the sharding's first element in the matrix whose blocks are counted: what FSDP knows of a
-            weight that tensor parallelism has cut already is the shard it cuts further, and where that begins.
+        origin: (row, column) of the sharding's first element in the matrix that counts the blocks. FSDP only sees the
+            tensor-parallel shard that it cuts further, so it passes that shard's origin.
         columnwise: derive the transposed weight after the gather; exact for square blocks and one scale per tensor.
 
     Raises:
-        ValueError: an axis that shards nothing or leaves separate runs, or a columnwise weight in 1-D blocks.
+        ValueError: an axis shards nothing or leaves separate runs, or a columnwise weight has 1-D blocks.
     """
     format = Format.parse(format)
     _refuse_partial(sharding.mesh, sharding.placements)
@@ -158,25 +157,25 @@ def gather_activation(
     stochastic: bool = False,
     quantized: Format | str | None = None,
 ) -> Plan:
-    """Plans the all-gather of an activation or gradient, quantized before it travels if it can be.
+    """Plans the all-gather of an activation or gradient, quantized before it travels if possible.
 
-    The result is the quantization of the gathered array (of its dequantization, if it came quantized in another format or
-    direction). Rowwise is what the forward product takes, columnwise what the weight gradient takes. Where a cut falls inside
-    a block or a rotation group, the array is gathered as it is and quantized behind the gather, and the plan says so.
+    The result is the quantization of the gathered array, or of its dequantization if it was quantized in another format or
+    direction. The forward product takes it rowwise, the weight gradient columnwise. If a cut is inside a block or rotation
+    group, the array is gathered unquantized and quantized afterwards; the plan gives this reason.
 
     Args:
-        format: the format wanted.
-        sharding: how the tensor of one data-parallel rank lies; `Replicate()` on `data_axes`.
+        format: the format of the result.
+        sharding: placement of one data-parallel rank's tensor, with `Replicate()` on `data_axes`.
         axes: mesh axes to gather over.
         operand: "input" or "gradient".
         data_axes: the mesh axes that divide the batch.
-        columnwise: whether the transposed array is wanted.
+        columnwise: return the transposed array.
         rotate: rotate groups of 16 along the last axis (after transposition) before quantizing.
         stochastic: whether a key will be given for stochastic rounding.
-        quantized: the format of what the ranks have, rowwise, if that is codes; None if it is values.
+        quantized: the format of the ranks' rowwise codes; None if they hold values.
 
     Raises:
-        ValueError: see `quantize_shards`; an axis that shards nothing; a weight (see `gather_weight`).
+        ValueError: see `quantize_shards`; an axis shards nothing; the operand is a weight (see `gather_weight`).
     """
     format = Format.parse(format)
     have = None if quantized is None else Format.parse(quantized)
@@ -217,7 +216,7 @@ def _quantize(
     rotate: bool,
     stochastic: bool,
 ) -> tuple[Step, ...]:
-    """The local steps from values to codes, with the reductions that they need."""
+    """Returns the steps from values to codes, including the reductions of amaxes."""
     steps: list[Step] = []
     if columnwise:
         steps.append(Transpose(sharding))
@@ -252,7 +251,7 @@ def _gathers(
     payload: Literal["codes", "values"],
     origin: tuple[int, int] = (0, 0),
 ) -> tuple[Gather, ...]:
-    """One gather for each array axis that these mesh axes cut."""
+    """Returns one gather per array axis that these mesh axes cut."""
     sharding.gathered(axes)
     gathers = []
     for dim in range(len(sharding.shape)):
@@ -264,7 +263,7 @@ def _gathers(
 
 
 def _cut_by_gather(format: Format, sharding: Sharding, axes: tuple[str, ...], columnwise: bool, rotate: bool) -> str | None:
-    """The reason why shards can't be quantized before they are gathered over these axes, or None if they can."""
+    """Returns why shards can't be quantized before they are gathered over these axes, or None if they can."""
     lies = sharding.transposed() if columnwise else sharding
     last = len(sharding.shape) - 1
     units = [(dim, block_length(format, lies, dim), "block") for dim in (last - 1, last)]
@@ -274,7 +273,7 @@ def _cut_by_gather(format: Format, sharding: Sharding, axes: tuple[str, ...], co
         if set(lies.straddling_axes(dim, unit)) & set(axes):
             starts = lies.starts(dim)
             cuts = starts[starts % unit != 0]
-            # The caller's array is the one that isn't transposed yet.
+            # Report the axis of the caller's array, which is not transposed yet.
             own = 2 * last - 1 - dim if columnwise else dim
             where = ", ".join(map(str, cuts[:4])) + (", .." if len(cuts) > 4 else "")
             if unit == WHOLE_ROW:

@@ -1,11 +1,11 @@
-"""Reduce-scatters whose terms travel as codes: the formats, the keys, and what a rank sends.
+"""Reduce-scatters that send terms as codes: formats, keys, and the layout of the messages.
 
-    term of rank r   t[r] = dequantize(quantize(x[r], format, key=fold_in(key, r))) in fp32; an Inf of x[r] is sent as NaN
+    term of rank r   t[r] = dequantize(quantize(x[r], format, key=fold_in(key, r))) in fp32; an Inf in x[r] is sent as NaN
     sum              ((t[0] + t[1]) + t[2]) + .., in fp32
-    rank d           gets its part of the sum along axis 0, d * c .. (d + 1) * c where c = ceil(length / ranks)
+    rank d           gets rows d * c .. (d + 1) * c of the sum along axis 0, with c = ceil(length / ranks)
 
-Each rank's x is quantized as the whole that it is. No block has more than one row, so the codes and scales of the part that a
-rank gets are cut out of the whole's, wherever the cuts are. Random bits are those of the element's place in the whole.
+Each rank quantizes its whole x. A block has one row, so any cut along axis 0 also cuts codes and scales. Random bits depend on
+the element's index in the whole.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from ..definition.rounding import Key, key_words, threefry2x32
 from ..formats import Format
 
 ALIGNMENT = 16
-"""Bytes at a multiple of which codes and scales begin in what is sent, so that they can be read in words."""
+"""Byte alignment of codes and scales in a message, so that kernels can read words."""
 
 
 class SentPart(NamedTuple):
-    """One array's place in what a rank sends to each other one.
+    """Position of one array in the message to a rank.
 
     Attributes:
-        rows: that each rank gets, all axes but the last joined; padded to the longest part.
-        columns: of a row.
-        codes: where its codes begin, in bytes; its values, if `scales` is None.
-        scales: where its scales begin; None of an array that travels as values.
-        end: where its scales, or its values, end.
+        rows: rows per rank, with all axes but the last joined, padded to the longest part.
+        columns: columns of a row.
+        codes: byte offset of its codes, or of its values if `scales` is None.
+        scales: byte offset of its scales; None if the array is sent as values.
+        end: byte offset of the end of its scales or values.
     """
 
     rows: int
@@ -44,11 +44,11 @@ class SentPart(NamedTuple):
 
 
 class SentLayout(NamedTuple):
-    """The layout of what a rank sends to each other one: several arrays' codes and scales.
+    """Layout of the message from one rank to another: codes and scales of several arrays.
 
     Attributes:
-        parts: of each array.
-        size: bytes, the same for every pair of ranks.
+        parts: one per array.
+        size: bytes of the message, the same for every pair of ranks.
     """
 
     parts: tuple[SentPart, ...]
@@ -56,16 +56,12 @@ class SentLayout(NamedTuple):
 
 
 def rows_alone(format: Format) -> bool:
-    """Returns True where no scale goes beyond a row."""
+    """Returns whether no scale spans several rows."""
     return format.block is not None and format.block[0] == 1 and not format.scale.two_level
 
 
 def check_reduce_format(format: Format | str, name: str = "reduce_format") -> Format:
-    """Returns a format in which terms can travel.
-
-    Raises:
-        ValueError: a format in which the rows of different ranks would share a scale.
-    """
+    """Returns the parsed format; raises ValueError if rows of different ranks would share a scale."""
     format = Format.parse(format)
     if not rows_alone(format):
         raise ValueError(
@@ -77,15 +73,10 @@ def check_reduce_format(format: Format | str, name: str = "reduce_format") -> Fo
 
 @lru_cache(maxsize=4096)
 def sent_layout(format: Format | str, shapes: tuple[tuple[int, ...], ...], ranks: int, item_size: int) -> SentLayout:
-    """Lays out what a rank sends to each other one of the arrays of these shapes.
+    """Lays out the message from one rank to another for arrays of these unsharded shapes.
 
-    An array of one axis, such as a bias, travels as values.
-
-    Args:
-        format: see `check_reduce_format`.
-        shapes: of the unsharded arrays.
-        ranks: among which axis 0 of each is cut.
-        item_size: bytes of a value.
+    Axis 0 of each array is cut among `ranks`. One-axis arrays, such as biases, are sent as values of `item_size` bytes;
+    `format` is one that `check_reduce_format` accepts.
     """
     format, place, parts = Format.parse(format), 0, []
     for shape in shapes:
@@ -104,13 +95,13 @@ def sent_layout(format: Format | str, shapes: tuple[tuple[int, ...], ...], ranks
 
 
 def sent_bytes(format: Format | str | None, shapes: Sequence[Sequence[int]], ranks: int, item_size: int = 2) -> int:
-    """Counts the bytes that a rank sends in the reduce-scatter of arrays of these shapes.
+    """Returns the bytes that a rank sends in the reduce-scatter of arrays of these shapes.
 
     Args:
-        format: in which arrays of two or more axes travel; None sends values.
-        shapes: of the unsharded arrays.
-        ranks: among which axis 0 of each is cut.
-        item_size: bytes of a value; 2 of bfloat16.
+        format: format of arrays with two or more axes; None sends values.
+        shapes: the unsharded shapes.
+        ranks: number of ranks that cut axis 0 of each array.
+        item_size: bytes of a value; 2 for bfloat16.
     """
     own = tuple(tuple(shape) for shape in shapes)
     if format is None:
@@ -121,16 +112,10 @@ def sent_bytes(format: Format | str | None, shapes: Sequence[Sequence[int]], ran
 
 
 def term_keys(key: Key, arrays: Sequence[int], reductions: np.ndarray, rank: int) -> np.ndarray:
-    """Makes the keys that a rank rounds its terms with: fold_in(fold_in(fold_in(key, array), reduction), rank).
+    """Returns the keys of a rank's terms, int32 [.., arrays, 2]: fold_in(fold_in(fold_in(key, array), reduction), rank).
 
-    Args:
-        key: a seed or two words.
-        arrays: the number of each array.
-        reductions: how often each was reduced before, integers [.., arrays].
-        rank: this rank's number among those whose terms are added.
-
-    Returns:
-        int32 [.., arrays, 2].
+    `arrays` are the arrays' numbers, `reductions` [.., arrays] count earlier reductions of each array, and `rank` is the
+    position among the ranks that are summed.
     """
     words = np.array(key_words(key), np.uint32).view(np.int32)
     data = np.broadcast_arrays(np.asarray(arrays), reductions, rank)

@@ -1,7 +1,7 @@
-"""Carries out plans on lists of NumPy arrays, one per rank: what the other executors are held against.
+"""Runs plans on lists of NumPy arrays, one per rank; tests compare other executors with it.
 
-Ranks learn of each other only through `max_reduce` and `all_gather`, which refuse what a real collective would
-refuse; everything else is a function of one rank's data and of the plan.
+Ranks communicate only through `max_reduce` and `all_gather`, which reject what a real collective would reject. Everything else
+depends on one rank's data and the plan.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Options(NamedTuple):
 
 
 def shards(array: np.ndarray, sharding: Sharding) -> list[np.ndarray]:
-    """The part of a global array that each rank holds.
+    """Returns each rank's part of a global array.
 
     Raises:
         ValueError: the array doesn't have the sharding's shape.
@@ -57,17 +57,17 @@ def run(
     eps: float = 0.0,
     nominal: str = "float32",
 ) -> list[Local]:
-    """Carries out a plan and returns the data of every rank.
+    """Runs a plan and returns the data of every rank.
 
     Args:
         plan: a plan of `sharding.plans`.
-        locals: what every rank holds before, by rank: values, or codes and scales.
+        locals: each rank's input, by rank: values, or codes and scales.
         key: for stochastic rounding; None rounds to nearest even. The plan must have been made with `stochastic`.
         eps: see `numerics.quantize`.
         nominal: name of the array's nominal dtype.
 
     Raises:
-        ValueError: not one entry for each rank of the plan's mesh, or one whose shape isn't what the placements say.
+        ValueError: the number of entries differs from the number of ranks, or a shape doesn't match the placements.
     """
     if len(locals) != plan.source.mesh.size:
         raise ValueError(f"locals must hold one entry for each of {plan.source.mesh.size} ranks, got {len(locals)}")
@@ -81,7 +81,7 @@ def run(
 
 
 def max_reduce(mesh: Mesh, axes: Sequence[str], arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """All-reduces arrays with maximum over mesh axes; returns the result of every rank."""
+    """All-reduces arrays by maximum over mesh axes; returns the result of every rank."""
     return [np.maximum.reduce(_alike([arrays[r] for r in mesh.group(rank, axes)])) for rank in range(mesh.size)]
 
 
@@ -98,17 +98,17 @@ def reduce_scatter(
     ranks: Sequence[int] | None = None,
     factor: float = 1.0,
 ) -> list[np.ndarray]:
-    """Sums arrays, each rounded once to a format, as `sharding.reducing` says; returns the part of the sum of every rank.
+    """Quantizes each rank's array and sums them as described in `sharding.reducing`; returns every rank's part of the sum.
 
     Args:
-        terms: each rank's array, all of one shape; cut along axis 0.
-        format: in blocks of one row. Arrays of one axis are added as they are.
+        terms: one array per rank, all of one shape; the sum is cut along axis 0.
+        format: a format in blocks of one row. One-axis arrays are summed unquantized.
         key: for stochastic rounding, equal on all ranks; None rounds to nearest even.
-        ranks: the numbers that are folded into the key; 0, 1, .. by default.
-        factor: the sum is divided by it, as a multiplication by its reciprocal in fp32. The number of ranks makes a mean.
+        ranks: the numbers folded into the key; 0, 1, .. by default.
+        factor: divides the sum, as a multiplication by the fp32 reciprocal. The number of ranks gives a mean.
 
     Returns:
-        float32, the parts; a last rank's may be short or empty.
+        The parts, float32; the last ones may be short or empty.
     """
     format = check_reduce_format(format, "format")
     total = None
@@ -187,7 +187,7 @@ def _quantize(step: Quantize, world: list[Local], options: _Options) -> list[Loc
 
 
 def _reduce_straddling(step: Quantize, straddle: Straddle, amaxes: list[Amax]) -> list[Amax]:
-    """Reduces amaxes (with NaN flags and members) of the blocks that straddle ranks along one axis."""
+    """Reduces amaxes, NaN flags and members of blocks that span ranks along one axis."""
     mesh, regions = step.sharding.mesh, step.sharding.regions
     for field in ("blocks", "nan", "members"):
         parts = [getattr(amax, field) for amax in amaxes]
@@ -245,7 +245,7 @@ def _gather(step: Gather, world: list[Local]) -> list[Local]:
 
 
 def _pad(array: np.ndarray, size: int, dim: int) -> np.ndarray:
-    """Pads an array along one axis with rubbish, so that a plan which reads padding shows."""
+    """Pads an array along one axis with garbage, so that tests notice a plan that reads padding."""
     widths = [(0, 0)] * array.ndim
     widths[dim] = (0, size - array.shape[dim])
     return np.pad(array, widths, constant_values=85)

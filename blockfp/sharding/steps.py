@@ -1,8 +1,8 @@
-"""The steps that plans are made of: small frozen values that an executor carries out one after another on every rank.
+"""Steps of plans: frozen values that an executor runs in order on every rank.
 
-Everything a step needs (chunk sizes, indices, groups, what straddles) follows from the format and the `Sharding` it holds,
-so all ranks agree without asking each other, and arrays that meet in a collective have the same shape on every rank of it.
-Each rank holds either values (one float array) or codes (codes, scales and, for two-level formats, a tensor scale).
+Chunk sizes, indices, groups and straddling blocks follow from a step's format and `Sharding`. So all ranks agree without
+communication, and the arrays of a collective have the same shape on all of its ranks. A rank holds either values (one float
+array) or codes (codes, scales and, with two levels, a tensor scale).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .placement import Region, Sharding
 
 
 def block_length(format: Format | None, sharding: Sharding, dim: int) -> int:
-    """The number of elements along array axis `dim` that share a scale in a format with blocks; 1 along leading axes."""
+    """Returns how many elements along array axis `dim` share a block scale; 1 along leading axes."""
     from_last = dim - len(sharding.shape)
     return format.block[from_last] if format and format.block and from_last >= -2 else 1
 
 
 def grid_span(format: Format, region: Region, dim: int) -> tuple[int, int]:
-    """(first, count) of the scales along an array axis that cover a region, counted in the unsharded array's grid."""
+    """Returns (first, count) of the scales along an array axis that cover a region, counted in the unsharded array's grid."""
     if format.block is None:
         return 0, 1
     from_last = dim - len(region.shape)
@@ -36,7 +36,7 @@ def grid_span(format: Format, region: Region, dim: int) -> tuple[int, int]:
     return region.start[dim] // block, block_grid(region.shape[dim], block, region.start[dim])
 
 
-# The hooks of a training step ask the same question of the same value again and again.
+# Hooks of a training step repeat the same calls.
 _kept = lru_cache(maxsize=4096)
 
 
@@ -45,8 +45,8 @@ class Transpose:
     """Swap the last two axes of values, or of codes with their scales (`numerics.transpose`).
 
     Attributes:
-        sharding: how the array lies before.
-        format: of the codes; None for values.
+        sharding: placement before this step.
+        format: format of the codes; None for values.
     """
 
     sharding: Sharding
@@ -66,14 +66,14 @@ class Rotate:
 
 @dataclass(frozen=True)
 class Straddle:
-    """Blocks that lie on several ranks, whose partial amaxes are max-reduced before anyone encodes them.
+    """Blocks that span several ranks; their partial amaxes are max-reduced before encoding.
 
     Attributes:
-        dim: array axis whose cuts fall inside these blocks.
+        dim: array axis whose cuts are inside these blocks.
         axes: mesh axes to reduce over.
-        blocks: their indices along `dim` in the unsharded array's grid, ascending. Every rank puts the entries it has of
-            `numerics.Amax` (`blocks`, `nan` and `members` where there are any) into zeros of this length along `dim`, and takes
-            them back reduced.
+        blocks: indices of the blocks along `dim` in the unsharded array's grid, ascending. Every rank copies its entries of
+            `numerics.Amax` (`blocks`, and `nan` and `members` if present) into zeros of this length along `dim`, and reads the
+            reduced entries back.
     """
 
     dim: int
@@ -82,12 +82,7 @@ class Straddle:
 
     @_kept
     def held(self, format: Format, region: Region) -> tuple[tuple[int, int], ...]:
-        """(index in `blocks`, index in the rank's own scale grid) of each of these blocks that a rank has a part of.
-
-        Args:
-            format: of the array.
-            region: what the rank holds of it.
-        """
+        """Returns (index in `blocks`, index in the rank's own scale grid) of each straddling block in a rank's region."""
         first, count = grid_span(format, region, self.dim)
         low, high = bisect_left(self.blocks, first), bisect_left(self.blocks, first + count)
         return tuple((entry, self.blocks[entry] - first) for entry in range(low, high))
@@ -95,14 +90,14 @@ class Straddle:
 
 @dataclass(frozen=True)
 class Quantize:
-    """Values to codes: partial amaxes, the reductions named here, then scales and codes on each rank.
+    """Quantize values: partial amaxes, their reductions, then scales and codes on each rank.
 
     Attributes:
-        format: what to quantize into.
-        sharding: how the values lie.
-        amax_axes: mesh axes over which the whole tensor's amax is max-reduced: `Amax.blocks` of a format with one scale per
-            tensor, `Amax.tensor` of a two-level one.
-        straddles: block amaxes to be reduced, in this order.
+        format: format of the codes.
+        sharding: placement of the values.
+        amax_axes: mesh axes over which the tensor's amax is max-reduced: `Amax.blocks` for one scale per tensor, `Amax.tensor`
+            with two levels.
+        straddles: reductions of block amaxes, in this order.
     """
 
     format: Format
@@ -124,12 +119,12 @@ class Quantize:
 
 @dataclass(frozen=True)
 class Dequantize:
-    """Codes to values.
+    """Dequantize codes.
 
     Attributes:
-        format: what the codes are in.
-        sharding: how they lie.
-        dtype: dtype of the values, or None for the array's nominal one.
+        format: format of the codes.
+        sharding: placement of the codes.
+        dtype: dtype of the values, or None for the array's nominal dtype.
     """
 
     format: Format
@@ -142,11 +137,11 @@ class Dequantize:
 
 @dataclass(frozen=True, eq=False)
 class Join:
-    """The join of one axis from the chunks of a gather: entries start .. stop of each source, in order.
+    """Concatenation of one axis from the chunks of a gather: entries start .. stop of each source, in order.
 
     Attributes:
-        chunk: entries along the axis that every rank sends, its own and padding behind.
-        sources: int64 [runs]: who sent each run, ascending; sources without one are left out.
+        chunk: entries along the axis that every rank sends: its own, then padding.
+        sources: int64 [runs], the sender of each run, ascending; senders without entries are left out.
         starts: int64 [runs].
         stops: int64 [runs].
     """
@@ -174,35 +169,35 @@ class Join:
 
     @cached_property
     def index(self) -> np.ndarray:
-        """Index of each entry of the result in the chunks laid one after another, int32 [size]."""
+        """Index of each entry of the result in the concatenated chunks, int32 [size]."""
         lengths = self.stops - self.starts
         ahead = self.sources * self.chunk + self.starts - (np.cumsum(lengths) - lengths)
         return (np.repeat(ahead, lengths) + np.arange(self.size)).astype(np.int32)
 
     @cached_property
     def head(self) -> bool:
-        """True if the result is simply the first `size` entries of the chunks laid one after another."""
+        """Whether the result is the first `size` entries of the concatenated chunks."""
         lengths = self.stops - self.starts
         return bool((self.sources * self.chunk + self.starts == np.cumsum(lengths) - lengths).all())
 
 
 def _join(chunk: int, starts: np.ndarray, stops: np.ndarray) -> Join:
-    """The join of entries start .. stop of each source, where there are any."""
+    """Joins entries start .. stop of each source and drops empty sources."""
     sources = np.flatnonzero(stops > starts)
     return Join(chunk, sources, starts[sources], stops[sources])
 
 
 @dataclass(frozen=True)
 class Gather:
-    """All-gather along one array axis: every rank of a group sends a padded chunk, and joins what it gets.
+    """All-gather along one array axis: every rank of a group sends a padded chunk and joins the received chunks.
 
     Attributes:
-        sharding: how the array lies before.
-        dim: the array axis to put together.
-        axes: mesh axes to gather over, outermost cut first. The sources of `Join.runs` are numbered in this order.
-        format: of the codes, or of the scales carried beside values; None where values travel alone.
-        payload: "codes" or "values". Scales and tensor scale travel too where there is a format.
-        origin: (row, column) of the sharding's first element in the matrix whose blocks are counted.
+        sharding: placement before this step.
+        dim: the array axis to gather.
+        axes: mesh axes to gather over, outermost cut first; `Join.runs` numbers the sources in this order.
+        format: format of the codes, or of scales that travel with values; None for values alone.
+        payload: "codes" or "values". With a format, scales and tensor scale travel too.
+        origin: (row, column) of the sharding's first element in the matrix that counts the blocks.
     """
 
     sharding: Sharding
@@ -213,17 +208,17 @@ class Gather:
     origin: tuple[int, int] = (0, 0)
 
     def group(self, rank: int) -> tuple[int, ...]:
-        """The ranks that gather together with `rank`, in the order of the sources."""
+        """Returns the ranks that gather with `rank`, in the order of the sources."""
         return self.sharding.mesh.group(rank, self.axes)
 
     @_kept
     def elements(self, rank: int) -> Join:
-        """The join of the elements along `dim` on this rank."""
+        """Returns the join of the elements along `dim` on this rank."""
         _, sizes = self._spans(rank)
         return _join(int(sizes.max()), np.zeros_like(sizes), sizes)
 
     def _spans(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """(starts, sizes) along `dim` of the sources, in their order."""
+        """Returns (starts, sizes) along `dim` of the sources, in their order."""
         mesh, order = self.sharding.mesh, self.sharding.order(self.dim)
         coordinate = mesh.coordinate(rank)
         own = tuple(slice(None) if name in self.axes else coordinate[mesh.axis(name)] for name in order)
@@ -233,9 +228,9 @@ class Gather:
 
     @_kept
     def stored(self, rank: int) -> Join:
-        """The join of values or stored codes along `dim` on this rank: of bytes, where codes are packed along it.
+        """Returns the join of values or stored codes along `dim` on this rank, in bytes if codes are packed along `dim`.
 
-        Where `unpacks`, only the chunk counts: it is unpacked to `elements(rank).chunk` codes, and those are joined.
+        If `unpacks`, only its chunk is used: it is unpacked to `elements(rank).chunk` codes before joining.
         """
         elements = self.elements(rank)
         if self.payload == "values" or self.format is None or self.dim != len(self.sharding.shape) - 1:
@@ -247,11 +242,11 @@ class Gather:
 
     @_kept
     def scales(self, rank: int) -> Join:
-        """The join of the scales along `dim` on this rank.
+        """Returns the join of the scales along `dim` on this rank.
 
-        Every rank sends ceil(chunk / block) entries, and one more where some cut of the array falls inside a block. A block
-        that lies on several ranks has equal scales there, and the first is kept. A tensor's one scale is sent by every rank,
-        and that of the first with data is kept.
+        Every rank sends ceil(chunk / block) entries, and one more if any cut of the array is inside a block. Ranks that share a
+        block have equal scales, and the first is kept. With one scale per tensor, every rank sends it and the first rank with
+        data counts.
         """
         if self.format is not None and self.format.block is None:
             return Join(1, np.array([self.first(rank)]), np.array([0]), np.array([1]))
@@ -269,18 +264,19 @@ class Gather:
         return _join(chunk, np.maximum(seen - first, 0), stop - first)
 
     def first(self, rank: int) -> int:
-        """Position in the group of the first rank that has data, whose tensor scale counts; 0 where none has."""
+        """Returns the position in the group of the first rank that has data, which provides the tensor scale; 0 if none has."""
         _, sizes = self._spans(rank)
         others = (self.sharding.span(dim, rank)[1] for dim in range(len(self.sharding.shape)) if dim != self.dim)
         return int((sizes > 0).argmax()) if all(others) else 0
 
     @property
     def unpacks(self) -> bool:
-        """True if codes must be unpacked, joined and packed again, since a run before another ends inside a byte (or three)."""
+        """Whether codes must be unpacked, joined and packed again, because a run other than the last ends inside a byte (or
+        three)."""
         if self.payload != "codes" or self.format is None or self.dim != len(self.sharding.shape) - 1:
             return False
         together = self.format.element.codes_per_group
-        # One row for each group, its members in order: the codes of all but the last that has any must end with a byte.
+        # One row per group, members in order: each member with another non-empty one after it must end at a byte boundary.
         order = self.sharding.order(self.dim)
         inside = [order.index(name) for name in self.axes]
         outside = [axis for axis in range(len(order)) if axis not in inside]
@@ -303,14 +299,14 @@ Step = Transpose | Rotate | Quantize | Dequantize | Gather
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps of every rank, in order. `print(plan)` says them in words.
+    """The steps of every rank, in order; `print(plan)` describes them.
 
     Attributes:
-        use: what the plan is for.
-        source: how the array lies before.
-        target: how it lies after (transposed, for a columnwise result).
+        use: purpose of the plan.
+        source: placement of the input.
+        target: placement of the result (transposed, for a columnwise result).
         steps: the steps.
-        reason: why the data passes through high precision; None where it doesn't. Executors warn with it once.
+        reason: why data passes through high precision, or None. Executors warn with it once.
     """
 
     use: str

@@ -1,1 +1,1 @@
-"""`QuantizedArray`, a pytree: made, dequantized and gathered, whole or as what a rank of a mesh stores."""
+"""`QuantizedArray`, a pytree: quantization, dequantization, collectives, and a rank's stored part."""

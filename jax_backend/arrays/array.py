@@ -39,28 +39,29 @@ from .identity import stored, view_codes, view_scales
 
 @dataclass(frozen=True, eq=False, repr=False)
 class QuantizedArray(BlockScaledArray):
-    """Codes, scales and a format: a pytree whose leaves are the codes and the scales.
+    """An array stored as codes and scales: a pytree whose leaves are the codes and the scales.
 
-    It goes through jit, vmap, scan, cond, checkpoint and shard_map like any tree of arrays. The constructor checks nothing,
-    because JAX rebuilds trees with placeholders in them: `from_parts` does.
+    It passes through jit, vmap, scan, cond, checkpoint and shard_map like any tree of arrays. The constructor doesn't check its
+    arguments, because JAX rebuilds trees with placeholders; `from_parts` does.
 
-    Derivatives are straight-through: those of the array that was quantized, at every order, in reverse and forward mode. Codes
-    are integers and have none, so a carrier stands beside them, which has no bytes (`tangent`): wherever the array is known
-    to be differentiated, and under `value_and_grad` and `grad` of this package. Where JAX traces a function by itself (jit,
-    checkpoint, scan, ..) that isn't known yet: the array has its derivative in that function, and codes that leave it raise
-    TypeError when they are differentiated, unless `with_carrier` went before. One that was quantized outside is a constant.
+    Derivatives are straight-through: those of the original array, at every order, in reverse and forward mode. Codes are
+    integers without derivatives, so a carrier without bytes (`tangent`) accompanies them if the array is known to be
+    differentiated, and under this package's `value_and_grad` and `grad`. While JAX traces a function (jit, checkpoint, scan,
+    ..) this isn't known yet. The array then has its derivative inside that function, but differentiating codes that left the
+    function raises TypeError, unless `with_carrier` was called. An array that was quantized outside the differentiated function
+    is a constant.
 
     Attributes:
-        codes: uint8 [..., rows, bytes], packed along the last axis; `view_codes` has them as elements.
-        scales: uint8 or float32, one for each block; (1,) * ndim for one scale per tensor; `view_scales` has them as numbers.
-        tensor_scale: float32 of shape () for NVFP4, else None.
+        codes: uint8 [..., rows, bytes], packed along the last axis; `view_codes` returns them as elements.
+        scales: uint8 or float32, one per block, of shape (1,) * ndim for one scale per tensor; `view_scales` returns numbers.
+        tensor_scale: float32 of shape () for formats with two levels of scales (NVFP4), else None.
         format: the `Format`.
-        columns: length of the last axis, which packing hides; the only length that is static.
-        dtype: dtype of the original, and of `dequantize()`.
+        columns: length of the last axis, which packed codes don't show; the only static length.
+        dtype: dtype of the original and default of `dequantize()`.
         origin: (row, column) of the first element in the unsharded matrix.
-        sharding: how the unsharded array lies on a mesh, or None. With one, the parts are what a rank stores inside shard_map
-            (see `sharded`), all ranks' one after another outside, and `origin` is not used.
-        tangent: the carrier of the derivative, of the array's shape; None where nothing is differentiated.
+        sharding: placement of the unsharded array on a mesh, or None. If set, the leaves are what a rank stores inside
+            shard_map (see `sharded`), or all ranks' parts concatenated outside, and `origin` is unused.
+        tangent: the carrier of the derivative, in the array's shape; None if nothing is differentiated.
     """
 
     codes: jax.Array
@@ -73,8 +74,8 @@ class QuantizedArray(BlockScaledArray):
     sharding: Sharding | None = None
     tangent: jax.Array | None = None
 
-    # The carrier of an array that may turn out to be differentiated, and the watch over that; None beside a tangent. It is no
-    # leaf, so that arrays that were made under jit have the structure of others.
+    # The carrier of an array that may turn out to be differentiated, and its watch; None if `tangent` is set. Not a leaf, so
+    # that arrays made under jit have the same tree structure as others.
     _watched: tuple[jax.Array, Watch] | None = None
 
     _hints: ClassVar[tuple[str, ...]] = (
@@ -97,10 +98,10 @@ class QuantizedArray(BlockScaledArray):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array that was quantized.
+        """Shape of the original array.
 
         Raises:
-            ValueError: an axis of something else stands where the columns were.
+            ValueError: the axes were moved, so the last axis of the codes doesn't hold the columns.
         """
         stored = layout.packed_columns(self.columns, self.format.element.bits)
         if self.sharding is None and self.codes.shape[-1] != stored:
@@ -109,7 +110,7 @@ class QuantizedArray(BlockScaledArray):
 
     @property
     def mT(self) -> QuantizedArray:
-        """The array with its last two axes swapped, exactly and without requantizing.
+        """The array with its last two axes swapped: exact, without requantizing.
 
         Raises:
             ValueError: the blocks are not square.
@@ -128,14 +129,14 @@ class QuantizedArray(BlockScaledArray):
 
     @property
     def carrier(self) -> jax.Array | None:
-        """The carrier of the derivative of the array that was quantized, or None where that has none."""
+        """The carrier of the original array's derivative, or None."""
         return self.tangent if self._watched is None else self._watched[0]
 
     def with_carrier(self) -> QuantizedArray:
-        """Adds a leaf of no bytes, `tangent`, which takes the array's gradient across every boundary.
+        """Returns a copy with a leaf without bytes, `tangent`, which carries the gradient across function boundaries.
 
-        What is quantized inside a function that JAX traces by itself (jit, checkpoint, scan, cond) and leaves it wants this, if
-        `jax.grad` is taken outside of that function. Loops want it of what they begin with too.
+        Needed for arrays that are quantized inside a function that JAX traces (jit, checkpoint, scan, cond) and returned from
+        it, if `jax.grad` is taken outside. Initial values of loops need it too.
 
         Example:
             >>> pack = jax.jit(lambda x: bfp.quantize(x, "mxfp8_e4m3").with_carrier())
@@ -150,27 +151,28 @@ class QuantizedArray(BlockScaledArray):
         return self.replace(tangent=carrier)
 
     def without_carrier(self) -> QuantizedArray:
-        """Makes the array a constant, as `jax.lax.stop_gradient` does."""
+        """Returns the array as a constant, as `jax.lax.stop_gradient` does."""
         return replace(self, tangent=None, _watched=None)
 
     def view_codes(self) -> jax.Array:
-        """Views the codes as elements [..., rows, columns] of a JAX dtype; times the scales of their blocks they are values.
+        """Views the codes as elements [..., rows, columns] of a JAX dtype; code times block scale is the value.
 
-        float8_e4m3fn and float8_e5m2, and int8 (64 times the value), are the codes' own bytes, which compiled programs don't
-        copy; float4_e2m1fn is unpacked.
+        float8_e4m3fn, float8_e5m2 and int8 (64 times the value) reuse the bytes, without a copy in compiled programs;
+        float4_e2m1fn is unpacked.
 
         Raises:
-            TypeError: 6-bit elements, which JAX has no dtype for.
-            ValueError: this is stored in parts for a mesh.
+            TypeError: the elements have 6 bits, for which JAX has no dtype.
+            ValueError: the array is stored in parts for a mesh.
         """
         self._check_view()
         return view_codes(self.codes, self.columns, self.format)
 
     def view_scales(self) -> jax.Array:
-        """Views the scales as numbers: float8_e8m0fnu for MX, float8_e4m3fn for NVFP4 (times `tensor_scale`), else float32.
+        """Views the scales as numbers: float8_e8m0fnu for MX, float8_e4m3fn for NVFP4 (multiply by `tensor_scale`), else
+        float32.
 
         Raises:
-            ValueError: this is stored in parts for a mesh.
+            ValueError: the array is stored in parts for a mesh.
         """
         self._check_view()
         return view_scales(self.scales, self.format)
@@ -181,7 +183,7 @@ class QuantizedArray(BlockScaledArray):
         self._check_whole()
 
     def dequantize(self, dtype=None, *, implementation: str | None = None) -> jax.Array:
-        """Decodes the values, rounded once to `dtype` (default: the original's).
+        """Returns the values, rounded once to `dtype` (default: the dtype of the original).
 
         Args:
             dtype: float32, float16 or bfloat16.
@@ -190,7 +192,7 @@ class QuantizedArray(BlockScaledArray):
         Raises:
             RuntimeError: `implementation` can't run on this machine.
             TypeError, ValueError: `dtype` is not float32, float16 or bfloat16.
-            ValueError: this is a stack of arrays that have one scale each, made by vmap or scan.
+            ValueError: this is a stack, made by vmap or scan, of arrays with one scale each.
         """
         if (self.scales.size > 1) if self.format.per_tensor else (self.tensor_scale is not None and self.tensor_scale.ndim):
             raise ValueError(
@@ -208,7 +210,7 @@ class QuantizedArray(BlockScaledArray):
         return values if self.carrier is None else straight_through(values, self.carrier)
 
     def _check_whole(self) -> None:
-        """Raises ValueError where codes or scales don't fit the format: vmap and shard_map put axes where they are told to."""
+        """Raises ValueError if codes or scales don't fit the format, as after vmap or shard_map moved an axis."""
         if self.sharding is None and not self.format.per_tensor:
             expected = layout.scales_shape(self.shape, self.format, self.origin)
             if self.scales.shape != expected:
@@ -222,13 +224,13 @@ class QuantizedArray(BlockScaledArray):
         )
 
     def replace(self, **changes) -> QuantizedArray:
-        """Copies the array with some attributes changed; checks nothing."""
+        """Returns a copy with some attributes changed, unchecked."""
         if changes.get("tangent") is not None:
             changes["_watched"] = None
         return replace(self, **changes)
 
     def __repr__(self) -> str:
-        # JAX prints trees whose leaves are no arrays: shardings, paths, placeholders.
+        # JAX also prints trees whose leaves are shardings, paths or placeholders.
         if not hasattr(self.codes, "shape"):
             return f"QuantizedArray({self.format}, codes={self.codes!r}, scales={self.scales!r})"
         where = "" if self.sharding is None else f", sharding={self.sharding}"
@@ -237,7 +239,7 @@ class QuantizedArray(BlockScaledArray):
 
 
 def wrap_parts(parts: numerics.Quantized, format: Format, x, *, columnwise: bool = False) -> QuantizedArray:
-    """Makes the QuantizedArray of codes and scales that x [..., rows, columns], or x.mT, became; checks nothing."""
+    """Makes the QuantizedArray of x [..., rows, columns] or x.mT from its codes and scales, unchecked."""
     columns = x.shape[-2 if columnwise else -1]
     return QuantizedArray(parts.codes, parts.scales, parts.tensor_scale, format, columns, np.dtype(x.dtype))
 
@@ -251,7 +253,7 @@ def _constant(scales: jax.Array) -> jax.Array:
 
 
 def with_derivative(q: QuantizedArray, x) -> QuantizedArray:
-    """Gives q, made of x (or of what x is the carrier of), the derivative of x if that is traced."""
+    """Gives q the derivative of x if x is traced. q was quantized from x, or from the array that x carries."""
     if q.tangent is not None or q._watched is not None:
         q = q.without_carrier()
     if not isinstance(x, Tracer):
@@ -330,14 +332,14 @@ def _unflatten(static: identity.Static | None, leaves):
         or getattr(tensor_scale, "dtype", _FLOAT32) is not _FLOAT32
     ):
         _check_mapped(codes, scales, tensor_scale)
-    # Of an array that isn't traced (any more), or a shape, nothing is differentiated.
+    # An array that isn't traced (any more), or a shape, is not differentiated.
     if is_carrier(tangent) and not isinstance(tangent, Tracer) and flattening_caller() not in RULES:
         tangent = None
     return QuantizedArray(codes, scales, tensor_scale, format, columns, dtype, origin, sharding, tangent)
 
 
 def _check_mapped(codes, scales, tensor_scale) -> None:
-    """Raises TypeError where a tree is made of codes or scales that became other floats; results of one number pass."""
+    """Raises TypeError if a mapped tree has float codes or scales of another dtype; results without axes pass."""
     if getattr(codes, "ndim", 0) < 2:
         return
     for name, part, own in (("codes", codes, _CODES), ("scales", scales, _FLOAT32), ("tensor_scale", tensor_scale, _FLOAT32)):

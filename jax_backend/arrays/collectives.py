@@ -1,8 +1,8 @@
-"""Quantized collectives inside shard_map: what travels is codes and scales.
+"""Collectives inside shard_map that send codes and scales.
 
-all_gather       of a sharded weight, or of values that are quantized before they travel; its gradient is a reduce-scatter
-reduce_scatter   all-to-all of codes, dequantized and added in the order of the ranks, in fp32
-all_reduce       both, one after the other
+all_gather       gathers a sharded weight, or quantizes values and gathers them; its gradient is a reduce-scatter
+reduce_scatter   sends codes all-to-all, dequantizes them and sums in the order of ranks, in fp32
+all_reduce       reduce_scatter, then all_gather of the quantized sums
 """
 
 from __future__ import annotations
@@ -45,29 +45,30 @@ def all_gather(
     gradient_format: Format | str | None = None,
     gradient_key: Key | None = None,
 ) -> QuantizedArray:
-    """Gathers the quantization of the array whose parts the ranks hold; every rank gets all of it.
+    """Gathers a sharded array as codes and scales; every rank gets the whole quantized array.
 
-    A quantized weight of `shard_params` is gathered as it is, codes and scales. Values [rows, columns], whose rows are cut over
-    `axes`, are quantized before they travel where that gives the same bits; where a cut falls inside a block (or a group
-    that is rotated) they travel as they are.
+    The codes and scales of a quantized weight from `shard_params` are gathered unchanged. Values [rows, columns], with rows
+    sharded over `axes`, are quantized before they travel if that gives the same bits. If a cut is inside a block or a rotated
+    group, values travel unquantized.
 
-    The gradient of the result goes back as a reduce-scatter of its sum, in the dtype of the array. With `gradient_format` it
-    travels as codes and scales, each rank's rounded once, and is added in fp32 in the order of the ranks. So a layer that
-    multiplies by the result takes none of `axes` among its `data_axes`: with `check_vma=False` it would sum the gradient too.
+    The gradient goes back as a reduce-scatter of the ranks' sum, in the array's dtype. With `gradient_format` it travels as
+    codes and scales: each rank's gradient is rounded once, and they are summed in fp32 in the order of ranks. A layer that
+    multiplies by the result must not list `axes` in its `data_axes`: with `check_vma=False` it would sum the gradient again.
 
     Args:
         x: this rank's part.
-        axes: the mesh axes to gather over; of values, the outermost cut first.
-        format: what to quantize values into.
-        columnwise: the result is the transposed array. Of a weight: exact for square blocks only.
-        rotate: of values: rotate along the last axis (after transposition) first.
-        key: of values: for stochastic rounding, equal on all ranks.
-        gradient_format: in which the ranks' gradients travel; in blocks of one row, with one level of scales.
-        gradient_key: for their stochastic rounding, equal on all ranks, whose numbers are folded in; another one each step.
+        axes: the mesh axes to gather over; for values, outermost cut first.
+        format: the format of the result; only for values.
+        columnwise: return the transposed array. For weights, exact for square blocks only.
+        rotate: for values: first rotate along the last axis (after transposition).
+        key: for values: key of stochastic rounding, equal on all ranks.
+        gradient_format: format in which gradients travel: blocks of one row and one level of scales.
+        gradient_key: key of the gradients' stochastic rounding, equal on all ranks and new in each step; ranks fold in their
+            number.
 
     Raises:
-        ValueError: an unknown axis, one that doesn't cut the weight, values without a format, or a `gradient_format` whose
-            rows share scales or where columns are gathered.
+        ValueError: an axis is unknown or doesn't cut the weight, values have no format, or the rows of `gradient_format` share
+            scales or columns are gathered.
     """
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
     for name in axes:
@@ -89,12 +90,12 @@ def all_gather(
     )
     words = None if key is None else jnp.asarray(ops.key_array(key))
     q = sharded.quantize(x, plan, sharded.Options(words, nominal=x.dtype.name))
-    # The way back is the same for every format: it looks at rows.
+    # The gradient's path only depends on rows, so any format gives the same plan.
     return _with_gradient(q, x, plans.gather_weight(FP8_E4M3, sharding, axes), columnwise, back)
 
 
 class _Back(NamedTuple):
-    """The way of gradients: in which format, and the words of their key."""
+    """Format and key words of gradients."""
 
     format: Format | None
     key: Any
@@ -114,7 +115,7 @@ def _gather_weight(
 
 
 def _with_gradient(q: QuantizedArray, source: Any, plan: plans.Plan, columnwise: bool, back: _Back) -> QuantizedArray:
-    """Sends the gradient of q to what was gathered: `source`, or what that is the carrier of."""
+    """Routes the gradient of q to the gathered array: `source`, or the array that it carries."""
     if back.format is not None:
         reducing.check_gradient_plan(plan)
     if not isinstance(source, Tracer):
@@ -144,25 +145,25 @@ def _with_gradient(q: QuantizedArray, source: Any, plan: plans.Plan, columnwise:
 
 
 def reduce_scatter(x: jax.Array, axis: str, format: Format | str, *, key: Key | None = None) -> jax.Array:
-    """Sums all ranks' x, each term rounded once to `format`; each rank gets its rows.
+    """Sums x over ranks, with each term rounded once to `format`; each rank gets its rows of the sum.
 
-    Every rank sends each other one its part of x as codes and scales. They are dequantized and added in the order of the ranks
-    in fp32, and rounded once to x's dtype: the same bits whatever the interconnect does. An Inf becomes NaN.
+    Every rank sends each other rank its part of x as codes and scales. They are dequantized, summed in the order of ranks in
+    fp32, and rounded once to x's dtype, so the bits don't depend on the interconnect. An Inf becomes NaN.
 
-    In formats in blocks of one row, x is quantized as the whole that it is, as FSDP2's gradients are by
-    `blockfp.torch.quantize_reduce_scatter`. In others, whose scales go beyond a row, each part is an array of its own.
+    If the format has blocks of one row, the whole x is quantized, as FSDP2's gradients are by
+    `blockfp.experimental.torch.quantize_reduce_scatter`. If scales span rows, each part is quantized as its own array.
 
     Args:
-        x: [rows, columns], rows a multiple of the ranks on the axis; a term of the sum.
+        x: [rows, columns], this rank's term; rows must be a multiple of the ranks on the axis.
         axis: the mesh axis.
-        format: what travels.
-        key: for stochastic rounding; ranks may have the same: their places are folded in.
+        format: the format in which terms travel.
+        key: for stochastic rounding; may be equal on all ranks, which fold in their number.
 
     Returns:
         [rows / ranks, columns]. The gradient is an all-gather of the cotangent.
 
     Raises:
-        ValueError: rows that the ranks don't divide, or an unknown axis or format.
+        ValueError: the ranks don't divide the rows, or an axis or format is unknown.
     """
     axis_index(axis)
     size = lax.axis_size(axis)
@@ -173,10 +174,10 @@ def reduce_scatter(x: jax.Array, axis: str, format: Format | str, *, key: Key | 
 
 
 def all_reduce(x: jax.Array, axis: str, format: Format | str, *, key: Key | None = None) -> jax.Array:
-    """Sums all ranks' x: `reduce_scatter`, then the sums travel quantized too. Every rank gets the same bits.
+    """Sums x over ranks: a `reduce_scatter`, then an all-gather of the quantized sums. Every rank gets the same bits.
 
     Args:
-        x: [rows, columns]; any number of rows.
+        x: [rows, columns], any number of rows.
         axis, format, key: as for `reduce_scatter`.
 
     Returns:
@@ -244,6 +245,6 @@ def _mesh_of(axes: tuple[str, ...]) -> Mesh:
 
 
 def _rows_over(x: jax.Array, mesh: Mesh, axes: tuple[str, ...]) -> Sharding:
-    """The `Sharding` of an array with rows cut evenly over the axes, the outermost cut first."""
+    """Returns the `Sharding` of an array with rows cut evenly over the axes, outermost cut first."""
     rows = x.shape[0] * int(np.prod([mesh.axis_size(name) for name in axes]))
     return sharding_of((rows, x.shape[1]), mesh, PartitionSpec(axes))

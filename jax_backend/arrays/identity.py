@@ -1,8 +1,8 @@
-"""The identity of quantized arrays in files of other libraries: the names and bytes they write hold the format.
+"""The format in other libraries' files: encoded in the names and bytes that they write.
 
-Those libraries see a pytree's leaves. Of what stands beside them, such as the format, they write nothing of their own accord,
-and codes of E5M2 have the shape and dtype of those of E4M3. So the format is in the name of the codes (Orbax and Flax write
-names), in bytes that `jax.export` asks for, and for Equinox, which writes leaves without names, in a leaf in front of them.
+Checkpoint libraries store a pytree's leaves, not its static data such as the format, and codes of E5M2 and E4M3 have the same
+shape and dtype. So the format is part of the codes' name (Orbax and Flax write names), of the bytes that `jax.export` requests,
+and for Equinox, which writes unnamed leaves, of an additional first leaf.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from blockfp.sharding.placement import Mesh, Partial, Replicate, Shard, Sharding
 
 
 class Static(NamedTuple):
-    """The part of a quantized array that isn't in its leaves, as JAX keeps it beside a tree; see `QuantizedArray`."""
+    """The static part of a `QuantizedArray`, stored in its tree structure."""
 
     format: Format
     columns: int
@@ -33,17 +33,17 @@ class Static(NamedTuple):
 
 
 def static_of(q: Any) -> Static:
-    """The static part of a quantized array."""
+    """Returns the static part of a quantized array."""
     return Static(q.format, q.columns, q.dtype, q.origin, q.sharding)
 
 
 def codes_name(static: Static) -> str:
-    """The name of the codes: "codes_mxfp8_e4m3_bfloat16_64" of 64 columns, and where they lie if that isn't a whole array."""
+    """Returns the name of the codes, such as "codes_mxfp8_e4m3_bfloat16_64" for 64 columns, plus the placement of a shard."""
     name = f"codes_{static.format}_{static.dtype}_{static.columns}"
     if tuple(static.origin) != (0, 0):
         name += "_at_{}_{}".format(*static.origin)
     if static.sharding is not None:
-        # Letters, digits and underscores: names become paths.
+        # Only letters, digits and underscores, because names become paths.
         name += "_of_" + re.sub(r"\W+", "_", str(static.sharding)).strip("_")
     return name
 
@@ -55,10 +55,9 @@ _CODES = re.compile(
 
 
 def parse_codes_name(name: Any) -> Static | None:
-    """Parses a name that `codes_name` made; returns None for another name.
+    """Parses a name from `codes_name`; returns None for other names.
 
-    Raises:
-        ValueError: a format that isn't known here, or the stored parts of a sharded array, which only a target describes.
+    Raises ValueError for an unknown format, and for parts of a sharded array, which only a restore target describes.
     """
     found = _CODES.fullmatch(name) if isinstance(name, str) else None
     if found is None:
@@ -85,7 +84,7 @@ def to_bytes(static: Static) -> bytes:
 
 
 def from_bytes(data: bytes) -> Static:
-    """Decodes what `to_bytes` encoded."""
+    """Decodes the result of `to_bytes`."""
     whole = json.loads(data)
     sharding = whole["sharding"]
     if sharding is not None:
@@ -97,12 +96,12 @@ def from_bytes(data: bytes) -> Static:
 
 
 def to_leaf(static: Static) -> np.ndarray:
-    """Encodes the name of the codes as a leaf, which says what the others are."""
+    """Encodes the codes' name as a leaf."""
     return np.frombuffer(codes_name(static).encode(), np.uint8)
 
 
 def check_leaf(leaf: Any, static: Static) -> None:
-    """Raises ValueError where a leaf that was read says something else; leaves that are no arrays pass."""
+    """Raises ValueError if a leaf from a file names another format; leaves that are not arrays pass."""
     if not isinstance(leaf, np.ndarray):
         return
     expected = codes_name(static)
@@ -115,11 +114,7 @@ def check_leaf(leaf: Any, static: Static) -> None:
 
 
 def view_codes(codes: jax.Array, columns: int, format: Format) -> jax.Array:
-    """Views codes as elements [..., rows, columns].
-
-    Raises:
-        TypeError: 6-bit elements.
-    """
+    """Views codes as elements [..., rows, columns]; raises TypeError for 6-bit elements."""
     element = format.element
     if element.bits == 6:
         raise TypeError(
@@ -133,12 +128,12 @@ def view_codes(codes: jax.Array, columns: int, format: Format) -> jax.Array:
 
 
 def view_scales(scales: jax.Array, format: Format) -> jax.Array:
-    """Views scales as numbers: fp32 ones as they are."""
+    """Views scales as numbers; fp32 scales are unchanged."""
     return lax.bitcast_convert_type(scales, views.dtype_of(format.scale.native_dtype))
 
 
 def stored(codes: jax.Array, scales: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:
-    """Converts codes and scales of the format's own dtypes to what the format stores; others stay as they are."""
+    """Converts codes and scales from the format's own dtypes to its storage dtypes; others are unchanged."""
     element = format.element
     if codes.dtype == element.native_dtype and not isinstance(codes, np.ndarray):
         as_integers = lax.bitcast_convert_type(codes, jnp.uint4 if element.packed else jnp.uint8)

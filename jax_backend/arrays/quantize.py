@@ -1,4 +1,4 @@
-"""Quantizing arrays: along rows, along columns, and both from one read; each with a straight-through gradient."""
+"""Quantization along rows, along columns, or both from one read, with straight-through gradients."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ def quantize(
     """Quantizes an array in blocks of its last two axes.
 
     Args:
-        x: float32, float16 or bfloat16, two or more axes; a NumPy array or a traced one will do.
-        format: a `Format` or its name, see `blockfp.formats.NAMES`.
-        key: None rounds to nearest even; an integer seed, two uint32 words or a key of `jax.random.key` round
-            stochastically.
-        implementation: "ffi" (the CPU or CUDA library), "pallas" or "xla", all with the same bits; by default the first of
-            them that is there. In a program that XLA splits over several devices that is "xla"; inside shard_map any will do.
+        x: float32, float16 or bfloat16, with two or more axes; a JAX, NumPy or traced array.
+        format: a `Format` or its name; `blockfp.formats.NAMES` lists the names.
+        key: None rounds to nearest even; an integer seed, two uint32 words or a key of `jax.random.key` round stochastically.
+        implementation: "ffi" (the CPU or CUDA library), "pallas" or "xla", all with the same bits; the first available one by
+            default. A program that XLA partitions over several devices uses "xla"; shard_map can use any.
 
     Raises:
         TypeError: x is not an array of a supported dtype.
-        ValueError: x has fewer than two axes, or the format, key or implementation is not valid.
+        ValueError: x has fewer than two axes, or the format, key or implementation is invalid.
         RuntimeError: `implementation` can't run on this machine.
 
     Example:
@@ -48,9 +47,9 @@ def quantize(
 def fake_quantize(
     x: jax.Array, format: Format | str, *, key: Key | None = None, implementation: str | None = None
 ) -> jax.Array:
-    """Quantizes x and dequantizes it again, in its own dtype, as a product would see it. The gradient is straight-through.
+    """Quantizes and dequantizes x in its own dtype, with a straight-through gradient.
 
-    Takes and raises what `quantize` does.
+    Arguments and errors are those of `quantize`.
     """
     return quantize(x, format, key=key, implementation=implementation).dequantize(implementation=implementation)
 
@@ -63,12 +62,12 @@ def quantize_columnwise(
     rotate: bool = False,
     implementation: str | None = None,
 ) -> QuantizedArray:
-    """Quantizes x.mT, without the transposed array in memory where there is a kernel for that.
+    """Quantizes x.mT; kernels do it without storing the transposed array.
 
     Args:
         x: float32, float16 or bfloat16 [..., rows, columns].
         format: a `Format` or its name.
-        key, implementation: as for `quantize`; random bits count the transposed array's elements.
+        key, implementation: as for `quantize`; random bits are indexed by the transposed array's elements.
         rotate: apply the random Hadamard transform to x.mT along its last axis first.
 
     Returns:
@@ -88,7 +87,7 @@ def quantize_columnwise(
 def quantize_both(
     x: jax.Array, format: Format | str, *, implementation: str | None = None
 ) -> tuple[QuantizedArray, QuantizedArray]:
-    """Quantizes x and x.mT to nearest, from one read of x where there is a kernel for that.
+    """Quantizes x and x.mT to nearest; kernels read x only once.
 
     Args:
         x: float32, float16 or bfloat16 [..., rows, columns].
@@ -105,12 +104,12 @@ def quantize_both(
 
 
 def _checked(x, format: Format | str) -> Format:
-    """Returns the parsed format; raises TypeError or ValueError where x can't be quantized."""
+    """Returns the parsed format; raises TypeError or ValueError if x can't be quantized."""
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(
             f"x must be a JAX or NumPy array, got {type(x).__name__}: use jnp.asarray, or blockfp.torch.quantize for PyTorch"
         )
-    # Before JAX sees it: jnp.asarray would silently make float64 to float32.
+    # Check before JAX sees x: jnp.asarray would silently convert float64 to float32.
     checks.check_input(x)
     return Format.parse(format)
 
@@ -119,11 +118,10 @@ def _checked(x, format: Format | str) -> Format:
 
 
 def from_torch(q) -> QuantizedArray:
-    """Makes a JAX array of a `blockfp.torch.QuantizedTensor`, on the same device and without a copy where that is possible.
+    """Converts a `blockfp.torch.QuantizedTensor` to JAX on the same device, without a copy if possible.
 
-    Codes and scales go over through DLPack. XLA's CPU wants 64-byte alignment, which PyTorch's own allocations have and
-    slices of them may not; JAX copies those. Where memory is shared, an update of `q` in place changes the result: JAX
-    assumes that it doesn't happen.
+    Codes and scales are passed by DLPack. XLA on CPU needs 64-byte alignment, which PyTorch's allocations have but slices may
+    not; JAX copies those. If memory is shared, updating `q` in place changes the result, which JAX assumes never happens.
 
     Raises:
         TypeError: `q` is not a QuantizedTensor.

@@ -1,8 +1,8 @@
-"""Sums over ranks whose terms travel as codes, inside shard_map: what `blockfp.sharding.reducing` says.
+"""Sums over ranks whose terms travel as codes, inside shard_map; implements `blockfp.sharding.reducing`.
 
-rounded        a rank's term: codes of the whole that it is, with random bits of the rank's own
-sum_in_order   all-to-all of the terms' parts, dequantized and added in the order of the ranks, in fp32
-scatter_codes  the transpose of a gather, with both
+rounded        quantizes a rank's whole term with the rank's own random bits
+sum_in_order   sends the terms' parts all-to-all, dequantizes them and sums in the order of ranks, in fp32
+scatter_codes  combines both to the transpose of a gather
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from .sharded import sent_from
 
 
 def without_inf(x: jax.Array) -> jax.Array:
-    """Makes an Inf NaN: codes saturate it, which a loss scaler is to see."""
+    """Replaces Inf by NaN: codes saturate Inf, and a loss scaler must notice it."""
     return jnp.where(jnp.isinf(x), jnp.asarray(jnp.nan, x.dtype), x)
 
 
 def rounded(x: jax.Array, format: Format, key: jax.Array | None, axes: Sequence[str]) -> QuantizedArray:
-    """Quantizes a rank's term x [rows, columns]; the rank's number on these mesh axes is folded into the key."""
+    """Quantizes a rank's term x [rows, columns]; folds the rank's number on these mesh axes into the key."""
     own = None if key is None else fold_in(key, lax.axis_index(tuple(axes)))
     return quantize(without_inf(x), format, key=own)
 
 
 def sum_in_order(parts: QuantizedArray, axes: Sequence[str], dtype) -> jax.Array:
-    """Sums what all ranks have for this one: of parts [ranks, rows, columns] each sends every other its own."""
+    """Sends parts [ranks, rows, columns] to the other ranks and sums the parts received for this rank."""
     send = lambda leaf: lax.all_to_all(leaf, tuple(axes), split_axis=0, concat_axis=0)  # noqa: E731
     received = jax.tree.map(send, parts)
     terms = jax.vmap(lambda q: q.dequantize(jnp.float32))(received)
@@ -47,13 +47,10 @@ def sum_in_order(parts: QuantizedArray, axes: Sequence[str], dtype) -> jax.Array
 
 
 def scatter_codes(gradient: jax.Array, plan: Plan, format: Format, key: jax.Array | None) -> jax.Array:
-    """`sharded.scatter_sum` with terms that travel as codes.
+    """Like `sharded.scatter_sum`, but sends terms as codes.
 
-    Args:
-        gradient: the cotangent of what `plan` makes [rows, columns].
-        plan: of a gather of rows, see `check_gradient_format`.
-        format: in blocks of one row.
-        key: for stochastic rounding, equal on all ranks.
+    `gradient` [rows, columns] is the cotangent of the result of `plan`, a gather of rows that passed `check_gradient_plan`.
+    `format` has blocks of one row; `key` is equal on all ranks.
     """
     (step,) = plan.steps
     assert isinstance(step, Gather)
@@ -68,7 +65,7 @@ def scatter_codes(gradient: jax.Array, plan: Plan, format: Format, key: jax.Arra
 
 
 def check_gradient_plan(plan: Plan) -> None:
-    """Raises ValueError where the gradient of a gather can't travel as codes: its columns are cut."""
+    """Raises ValueError if a gather cuts columns, so that its gradient can't travel as codes."""
     if len(plan.steps) != 1 or not isinstance(plan.steps[0], Gather) or plan.steps[0].dim != len(plan.source.shape) - 2:
         raise ValueError(
             f"gradient_format: columns of {plan.source} are gathered, and gradients travel as codes along rows alone; leave "
@@ -77,7 +74,7 @@ def check_gradient_plan(plan: Plan) -> None:
 
 
 def parts_of(x: jax.Array, format: Format, key: jax.Array | None, axis: str) -> QuantizedArray:
-    """Each rank's part of a term x [rows, columns] in a format whose scales go beyond a row: an array of its own."""
+    """Quantizes each rank's part of a term x [rows, columns] separately, for formats whose scales span rows."""
     size = lax.axis_size(axis)
     parts = without_inf(x).reshape(size, x.shape[0] // size, x.shape[1])
     if key is None:

@@ -1,4 +1,4 @@
-"""The executor of the core's plans inside shard_map, on what a rank stores of a sharded quantized array (`storage`)."""
+"""Runs the core's plans inside shard_map, on a rank's part of a sharded quantized array (`storage`)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Local(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The options of `Quantize` steps: see `numerics.quantize`. A multiplier stands instead of the tensor's amax."""
+    """Options of `Quantize` steps (see `numerics.quantize`). A multiplier replaces the tensor's amax."""
 
     key: jax.Array | None = None
     eps: float = 0.0
@@ -58,12 +58,12 @@ def as_array(local: Local, format: Format, sharding: Sharding, dtype) -> Quantiz
 
 
 def aligned(q: QuantizedArray) -> bool:
-    """Returns True where q's first row and column begin a block on every rank."""
+    """Returns whether q's first row and column begin a block on every rank."""
     return q.sharding is None or storage.is_aligned(q.format, q.sharding)
 
 
 def run(plan: Plan, local: Local, options: Options = Options()) -> Local:  # noqa: B008
-    """Runs a plan on this rank's part. All ranks of its mesh must call it, inside shard_map."""
+    """Runs a plan on this rank's part, inside shard_map; all ranks of the mesh must call it."""
     for step in plan.steps:
         match step:
             case Transpose():
@@ -127,7 +127,7 @@ def _quantize(step: Quantize, local: Local, options: Options) -> Local:
 
 
 def _known_alike(step: Quantize, q: Quantized) -> Quantized:
-    """Tells JAX that all ranks have the same scale of the whole tensor, which nothing else says of axes with one rank."""
+    """Marks the tensor scale as equal on all ranks, which JAX otherwise can't infer for axes with one rank."""
     mesh = step.sharding.mesh
     cut = [name for name, how in zip(mesh.names, step.sharding.placements, strict=True) if not isinstance(how, Replicate)]
     lone = [name for name in cut if mesh.axis_size(name) == 1]
@@ -139,10 +139,10 @@ def _known_alike(step: Quantize, q: Quantized) -> Quantized:
 
 
 def _reduce_straddling(step: Quantize, straddle: Straddle, amax: Amax) -> Amax:
-    """Reduces amaxes (with NaN flags and members) of straddling blocks along one axis to those of the whole blocks."""
+    """Reduces amaxes, NaN flags and members of blocks that span ranks along one axis."""
     axis = straddle.dim - 2
     stored = amax.blocks.shape[axis]
-    # By rank: where in its own grid each straddling block is, and which straddling block each of its own entries is.
+    # By rank: the position of each straddling block in the rank's grid, and the straddling block of each of its entries.
     own, back = [], []
     for region in step.sharding.regions:
         held = straddle.held(step.format, region)
@@ -188,7 +188,7 @@ def _gather(step: Gather, local: Local) -> Local:
 
 
 def _joined(x: jax.Array, step: Gather, stored: int, runs: list, size: int | None = None) -> jax.Array:
-    """Joins runs (source, start, stop) by rank of what all ranks sent, `stored` entries each; fills up with zeros to `size`."""
+    """Gathers parts of `stored` entries and joins runs (source, start, stop) by rank, padded with zeros to `size`."""
     axis = step.dim - 2
     together = lax.all_gather(x, step.axes, axis=x.ndim + axis, tiled=True)
     tables = [_join_index(r, stored) for r in runs]
@@ -201,18 +201,13 @@ def _joined(x: jax.Array, step: Gather, stored: int, runs: list, size: int | Non
 
 
 def _join_index(runs, stored: int) -> np.ndarray:
-    """The indices (int32) that runs take of parts of `stored` entries each, laid one after another."""
+    """Returns the indices (int32) of runs in concatenated parts of `stored` entries each."""
     parts = [np.arange(source * stored + start, source * stored + stop) for source, start, stop in runs]
     return np.concatenate([np.zeros(0), *parts]).astype(np.int32)
 
 
 def scatter_sum(gradient: jax.Array, plan: Plan) -> jax.Array:
-    """Sums a gathered array's cotangents over ranks, each of which keeps its own part: the transpose of a gather.
-
-    Args:
-        gradient: the cotangent of what `plan`, a plan of `gather_weight`, makes.
-        plan: the plan of the gather.
-    """
+    """Sums a gathered array's cotangents over ranks; each rank keeps its own part. Transpose of `plan`'s gather."""
     for step in reversed(plan.steps):
         assert isinstance(step, Gather)
         axis = step.dim - 2
@@ -222,7 +217,7 @@ def scatter_sum(gradient: jax.Array, plan: Plan) -> jax.Array:
 
 
 def sent_from(step: Gather) -> list[np.ndarray]:
-    """By rank: where in the gathered array everything lies that it sends back, rank after rank; -1 for padding."""
+    """Returns by rank the index in the gathered array of each entry that it sends back, rank after rank; -1 for padding."""
     stored, tables = storage.length(step.sharding, step.dim), []
     for rank in range(step.sharding.mesh.size):
         index = _join_index(step.elements(rank).runs, stored)
@@ -236,15 +231,11 @@ def sent_from(step: Gather) -> list[np.ndarray]:
 
 
 def core_mesh(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Mesh:
-    """The core's value of a JAX mesh."""
+    """Converts a JAX mesh to the core's `Mesh`."""
     return Mesh(tuple(mesh.shape[name] for name in mesh.axis_names), tuple(mesh.axis_names))
 
 
 def sharding_of(shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> Sharding:
-    """The `Sharding` of the matrices of an array of `shape`, its last two axes.
-
-    Raises:
-        ValueError: the spec doesn't fit.
-    """
+    """Returns the `Sharding` of an array's last two axes; raises ValueError if the spec doesn't fit."""
     entries = tuple(spec) + (None,) * (len(shape) - len(tuple(spec)))
     return Sharding(shape[-2:], mesh, from_partition_spec(entries[len(shape) - 2 :], mesh, 2))

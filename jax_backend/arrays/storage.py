@@ -1,11 +1,10 @@
-"""The storage of a sharded array on a rank, inside shard_map: its size, and its place in the array.
+"""Storage of a sharded array on a rank, inside shard_map: sizes and offsets.
 
-One program runs on all ranks, so what differs between them is data: where a shard begins, how much of it there is, which rows
-a gather joins. It is looked up by rank in tables made from the `Sharding`, whose shape is that of the last two axes.
+All ranks run one program, so differences between them are data: where a shard begins, its size, which rows a gather joins.
+These are looked up by rank in tables made from the `Sharding` of the last two axes.
 
-A rank stores as many rows (and columns) as the largest shard has, filled up with zeros, and as many scales as that can touch
-blocks. Where some shard begins inside a block, values are moved into a buffer of whole blocks, at their place in the first
-one, and worked on there.
+A rank stores as many rows and columns as the largest shard, padded with zeros, and as many scales as these can touch blocks. If
+any shard begins inside a block, values are processed in a buffer of whole blocks, at their offset in the first block.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from . import identity
 
 
 def of_rank(mesh: Mesh, table: Sequence) -> Any:
-    """This rank's entry of a table by rank: a traced array, or an int or NumPy array where all ranks have the same."""
+    """Returns this rank's entry of a table by rank: traced, or an int or NumPy array if all ranks have the same entry."""
     entries = np.asarray(table, np.int32)
     entries = entries.reshape(*mesh.shape, *entries.shape[1:])
     place = []
     for axis, name in enumerate(mesh.names):
         first = np.take(entries, [0], axis=axis)
-        # What doesn't depend on an axis must not seem to: shard_map keeps account of the axes that values vary over.
+        # Don't index by axes that make no difference: shard_map tracks the axes that values vary over.
         place.append(0 if (entries == first).all() else axis_index(name))
         if isinstance(place[-1], int):
             entries = first
@@ -51,24 +50,24 @@ def _spans(sharding: Sharding, dim: int) -> list[tuple[int, int]]:
 
 
 def length(sharding: Sharding, dim: int) -> int:
-    """Elements along an axis of the matrix that a rank stores: as many as the largest shard has."""
+    """Returns how many elements along a matrix axis a rank stores: as many as the largest shard has."""
     return max(size for _, size in _spans(sharding, dim))
 
 
 def shape(sharding: Sharding) -> tuple[int, int]:
-    """(rows, columns) that a rank stores."""
+    """Returns the (rows, columns) that a rank stores."""
     return length(sharding, 0), length(sharding, 1)
 
 
 def scale_length(format: Format, sharding: Sharding, dim: int) -> int:
-    """Scales along an axis of the matrix that a rank stores."""
+    """Returns how many scales along a matrix axis a rank stores."""
     if format.block is None:
         return 1
     return -(-length(sharding, dim) // block_length(format, sharding, dim)) + (not _aligned(format, sharding, dim))
 
 
 def _whole_block(format: Format, sharding: Sharding, dim: int) -> int:
-    """Elements in which buffers begin and end, along an axis of the matrix; 1 where a row is a block however it is cut."""
+    """Returns the alignment of buffers along a matrix axis; 1 for one scale per row, where any part of a row is one block."""
     return 1 if format.per_row else block_length(format, sharding, dim)
 
 
@@ -77,18 +76,18 @@ def _aligned(format: Format, sharding: Sharding, dim: int) -> bool:
 
 
 def is_aligned(format: Format, sharding: Sharding) -> bool:
-    """Returns True where every shard begins with a whole block, or with a part of a row that is one."""
+    """Returns whether every shard begins with a whole block, or the format has one scale per row."""
     return all(_aligned(format, sharding, dim) for dim in (0, 1))
 
 
 def _phase(format: Format, sharding: Sharding, dim: int):
-    """The index of this rank's first element in its first block."""
+    """Returns the index of this rank's first element in its first block."""
     block = block_length(format, sharding, dim)
     return of_rank(sharding.mesh, [start % block if size else 0 for start, size in _spans(sharding, dim)])
 
 
 def into_blocks(x: jax.Array, format: Format, sharding: Sharding) -> jax.Array:
-    """Moves stored values or codes (one a byte) into a buffer of whole blocks; a no-op where shards begin with whole blocks."""
+    """Moves stored values or codes (one per byte) to a buffer of whole blocks; no-op if shards begin with whole blocks."""
     for dim in (0, 1):
         if not _aligned(format, sharding, dim):
             axis, block = dim - 2, block_length(format, sharding, dim)
@@ -96,13 +95,13 @@ def into_blocks(x: jax.Array, format: Format, sharding: Sharding) -> jax.Array:
             whole[axis] = scale_length(format, sharding, dim) * block
             starts: list = [0] * x.ndim
             starts[axis] = _phase(format, sharding, dim)
-            # Zeros made of x vary over the mesh axes that it does, which shard_map keeps account of.
+            # zeros_like keeps the mesh axes that x varies over, which shard_map tracks.
             x = lax.dynamic_update_slice(jnp.zeros_like(x, shape=tuple(whole)), x, starts)
     return x
 
 
 def out_of_blocks(x: jax.Array, format: Format, sharding: Sharding) -> jax.Array:
-    """Undoes `into_blocks`."""
+    """Inverts `into_blocks`."""
     for dim in (0, 1):
         if not _aligned(format, sharding, dim):
             x = lax.dynamic_slice_in_dim(x, _phase(format, sharding, dim), length(sharding, dim), axis=dim - 2)
@@ -110,7 +109,7 @@ def out_of_blocks(x: jax.Array, format: Format, sharding: Sharding) -> jax.Array
 
 
 def corner(format: Format, sharding: Sharding) -> tuple[Any, Any]:
-    """(row, column) in the unsharded matrix of the first element of this rank's buffer of whole blocks."""
+    """Returns the (row, column) in the unsharded matrix of the first element of this rank's buffer."""
     first = []
     for dim in (0, 1):
         back = 1 if _aligned(format, sharding, dim) else block_length(format, sharding, dim)
@@ -119,7 +118,7 @@ def corner(format: Format, sharding: Sharding) -> tuple[Any, Any]:
 
 
 def take(x: jax.Array, places: np.ndarray | jax.Array, axis: int, otherwise: jax.Array | int = 0) -> jax.Array:
-    """Takes entries of an axis by index; for -1 those of `otherwise`."""
+    """Takes entries along an axis by index; index -1 takes `otherwise`."""
     static = isinstance(places, np.ndarray)
     if static and np.array_equal(places, np.arange(x.shape[axis])):
         return x
@@ -132,7 +131,7 @@ def take(x: jax.Array, places: np.ndarray | jax.Array, axis: int, otherwise: jax
 
 
 def only_own(x: jax.Array, sharding: Sharding) -> jax.Array:
-    """Zeroes x beyond this rank's own rows and columns."""
+    """Zeroes x outside this rank's own rows and columns."""
     for dim in (0, 1):
         sizes = [size for _, size in _spans(sharding, dim)]
         if min(sizes) < max(sizes):
@@ -142,7 +141,7 @@ def only_own(x: jax.Array, sharding: Sharding) -> jax.Array:
 
 
 def check_stored(x: jax.Array, sharding: Sharding) -> None:
-    """Raises ValueError where values inside shard_map don't have the shape that ranks store."""
+    """Raises ValueError unless values inside shard_map have the shape that ranks store."""
     if x.shape[-2:] != shape(sharding):
         raise ValueError(f"a rank's part of an array that lies {sharding} has shape {shape(sharding)}, got {x.shape[-2:]}")
 
@@ -157,7 +156,7 @@ def dequantize(
     dtype: str,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Decodes the values that a rank stores."""
+    """Dequantizes the values that a rank stores."""
     run = partial(ops.dequantize, format=format, dtype=dtype, implementation=implementation)
     columns = length(sharding, 1)
     if is_aligned(format, sharding):
@@ -172,27 +171,27 @@ def dequantize(
 
 
 def register(kind: type) -> None:
-    """Registers with Flax, which is imported, how the arrays of this class go into its state dicts and come out."""
+    """Registers the class with Flax, so that its arrays enter and leave state dicts. Flax must be imported."""
     from flax import serialization
 
-    # While Flax itself is being imported, the function isn't there yet.
+    # The function is missing while Flax itself is being imported.
     if hasattr(serialization, "register_serialization_state"):
         serialization.register_serialization_state(kind, to_parts, of_state_dict, override=True)
         registered.add(kind)
 
 
 registered: set[type] = set()
-"""The classes that Flax knows."""
+"""Classes registered with Flax."""
 
 
 def to_parts(q: Any) -> dict[str, Any]:
-    """The parts by name, as `rebuild_params` takes them."""
+    """Returns the parts by name, as `rebuild_params` takes them."""
     parts = {identity.codes_name(identity.static_of(q)): q.codes, "scales": q.scales, "tensor_scale": q.tensor_scale}
     return {name: part for name, part in parts.items() if part is not None}
 
 
 def of_state_dict(target: Any, state: Mapping[str, Any]) -> Any:
-    """Restores a quantized array of a target from a state dict, for `flax.serialization.from_state_dict`."""
+    """Restores a quantized array into a target's structure, for `flax.serialization.from_state_dict`."""
     from flax import serialization
 
     where = serialization.current_path()

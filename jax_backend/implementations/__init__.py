@@ -1,1 +1,1 @@
-"""The operations and their backends: XLA, the CPU and CUDA libraries, Pallas; and the derivatives of both."""
+"""Operations and their backends (XLA, the CPU and CUDA libraries, Pallas), and derivatives."""

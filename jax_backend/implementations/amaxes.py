@@ -1,8 +1,8 @@
-"""Amaxes as cotangents: numbers whose sum is the largest of them.
+"""Amaxes as cotangents: values whose accumulation is the maximum.
 
-JAX adds up the cotangents of what is used more than once: in several calls, in a scan that closes over it, in copies that vmap
-makes. The amax of several tensors is the largest of theirs. So these cotangents have a dtype of their own, float32 in memory,
-which says how they are added.
+JAX adds the cotangents of a value that is used several times: in several calls, in a scan that closes over it, in copies made
+by vmap. Amaxes must be combined by maximum instead. So these cotangents have their own dtype, float32 in memory, which defines
+its addition.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Rules:
 
 
 class _Concrete(EArray):
-    """Amaxes that aren't traced."""
+    """Concrete amaxes."""
 
     __slots__ = ()
 
@@ -71,34 +71,34 @@ class _AmaxDType(ExtendedDType):
 register_array(_Concrete, lambda x, y: _Rules.add(AMAX, x, y))
 
 AMAX = _AmaxDType()
-"""The dtype of amaxes, which are 0 or more."""
+"""The dtype of amaxes, which are non-negative."""
 
 
 def as_amax(x: jax.Array) -> jax.Array:
-    """Makes amaxes of float32 numbers."""
+    """Converts float32 to amaxes."""
     return lax.convert_element_type(x, AMAX)
 
 
 def as_float(x: jax.Array) -> jax.Array:
-    """The float32 numbers of amaxes."""
+    """Converts amaxes to float32."""
     return lax.convert_element_type(x, jnp.float32)
 
 
 def is_amax(x: Any) -> bool:
-    """Returns True for amaxes, or what stands for them (a shape)."""
+    """Returns whether x is an array (or shape) of amaxes."""
     return getattr(x, "dtype", None) is AMAX
 
 
 def largest(x: jax.Array) -> jax.Array:
-    """The largest amaxes along the first axis."""
+    """Returns the maximum of amaxes along the first axis."""
     return as_amax(jnp.max(as_float(x).view(jnp.int32), axis=0, initial=0).view(jnp.float32))
 
 
 def repeated(x: jax.Array, count: int) -> jax.Array:
-    """Amaxes, once for each of `count`, along a new first axis."""
+    """Repeats amaxes `count` times along a new first axis."""
     return as_amax(jnp.broadcast_to(as_float(x), (count, *x.shape)))
 
 
 def _larger(x: jax.Array, y: jax.Array) -> jax.Array:
-    # As integers, whose maximum no compiler takes apart.
+    # Integer maximum, which no compiler rewrites.
     return jnp.maximum(x.view(jnp.int32), y.view(jnp.int32)).view(jnp.float32)

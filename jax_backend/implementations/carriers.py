@@ -1,8 +1,8 @@
-"""Carriers: arrays without bytes that stand for a differentiated array beside its codes, and take its gradient.
+"""Carriers: arrays without bytes that accompany a differentiated array's codes and receive its gradient.
 
-Codes are integers, which JAX gives no tangent. A carrier has the shape of the array that was quantized, elements of no bytes,
-and tangents of that array's dtype: it goes through every transformation as arrays do, and no program stores anything for it.
-JAX knows such elements as extended dtypes (its random keys have one); what follows is what it asks of them.
+JAX gives integers, such as codes, no tangents. A carrier has the shape of the original array, elements of zero bytes, and
+tangents of the original's dtype. It passes through all transformations like any array, and programs store nothing for it. JAX
+calls such element types extended dtypes (random keys have one); this module implements the interface that JAX expects.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Rules:
 
     @staticmethod
     def physical_element_aval(dtype: CarrierDType):
-        # Of a dtype that has the NaN with which JAX fills up what it gathers.
+        # Float32, because JAX pads gathers with NaN.
         return ShapedArray((0,), np.dtype(np.float32))
 
     @staticmethod
@@ -60,12 +60,12 @@ class _Rules:
 
 
 class _carrier(extended_scalar, np.inexact):
-    """Scalar type of carriers; inexact, because libraries ask that of what may have a gradient (`eqx.is_inexact_array`)."""
+    """Scalar type of carriers; inexact, because libraries require that of differentiable arrays (`eqx.is_inexact_array`)."""
 
 
 @dataclass(frozen=True, repr=False)
 class CarrierDType(ExtendedDType):
-    """The dtype of carriers of arrays of dtype `of`, a NumPy or an extended one."""
+    """The dtype of carriers for arrays of dtype `of`, a NumPy or an extended dtype."""
 
     of: Any
     _rules = _Rules
@@ -80,7 +80,7 @@ class CarrierDType(ExtendedDType):
         return self.name
 
     def __repr__(self) -> str:
-        # JAX's and NumPy's errors about calculating with an array of a dtype that they don't know quote this.
+        # JAX and NumPy quote this in errors about unsupported dtypes.
         return (
             f"{self.name} (beside the codes of a QuantizedArray, which aren't values: blockfp.jax.dequantize_params(tree) has "
             "values, and their gradient)"
@@ -88,7 +88,7 @@ class CarrierDType(ExtendedDType):
 
 
 class _Concrete(EArray):
-    """A carrier that isn't traced."""
+    """A concrete carrier."""
 
     __slots__ = ()
     nbytes = 0  # pyright: ignore[reportAssignmentType]
@@ -98,25 +98,25 @@ register_array(_Concrete)
 
 
 class Shares:
-    """The base of what stands in a tree for arrays whose cotangents are joined in another way than by addition.
+    """Base of tree nodes whose cotangents are combined in another way than by addition.
 
-    `value_and_grad` shares it, so that all uses have one carrier.
+    `value_and_grad` calls `shared`, so that all uses have one carrier.
     """
 
     def shared(self) -> Any:
-        """Returns this with a carrier for all uses, to which each of them gives its cotangent."""
+        """Returns a copy with a carrier that receives the cotangents of all uses."""
         raise NotImplementedError
 
     def unshared(self) -> Any:
-        """Returns this without the carrier, whose cotangent comes from the arrays'."""
+        """Returns a copy without the carrier; the arrays' cotangent goes to it."""
         raise NotImplementedError
 
 
 class Watch:
-    """The fate of an array that was quantized in a trace: differentiated there or not, and its codes taken on or not.
+    """Tracks whether an array quantized in a trace is differentiated there, and whether its codes leave without a carrier.
 
     Attributes:
-        live: the array is known to be differentiated, so that its carrier must stay beside its codes.
+        live: the array is known to be differentiated, so its carrier must stay with its codes.
         escaped: the codes were taken apart without their carrier.
     """
 
@@ -125,12 +125,12 @@ class Watch:
         self._making = True
 
     def made(self) -> Watch:
-        """Notes that the carrier is there: what differentiates it from now on does so after its trace has ended."""
+        """Marks the carrier as complete: a later differentiation happens after its trace has ended."""
         self._making = False
         return self
 
     def differentiated(self) -> None:
-        """Raises TypeError where codes that are differentiated have lost their carrier."""
+        """Raises TypeError if differentiated codes have lost their carrier."""
         if self._making:
             self.live = True
         elif self.escaped and not self.live:
@@ -144,12 +144,12 @@ class Watch:
 
 
 def carrier_of(x: jax.Array, watch: Watch | None = None) -> Any:
-    """Makes the carrier of x, or of what x is the carrier of: its tangent is x's."""
+    """Makes the carrier of x, or of the array that x carries; it has x's tangent."""
     return _carrier_p.bind(x, watch=watch)
 
 
 def is_carrier(x: Any) -> bool:
-    """Returns True for a carrier, or what stands for one (a shape)."""
+    """Returns whether x is a carrier (or its shape)."""
     return isinstance(getattr(x, "dtype", None), CarrierDType)
 
 
@@ -165,7 +165,7 @@ def _dtype(x) -> CarrierDType:
 def _of_concrete(x, *, watch):
     lies = getattr(x, "sharding", None)
     if isinstance(lies, NamedSharding):
-        # A carrier lies as what it stands for, or the gradient would lie elsewhere.
+        # A carrier has its array's sharding, so that the gradient gets it too.
         data = jnp.zeros((*x.shape, 0), np.float32, device=NamedSharding(lies.mesh, PartitionSpec(*lies.spec)))
         return _Concrete(jax.typeof(x).update(dtype=_dtype(x), weak_type=False), data)
     return _Concrete(ShapedArray(np.shape(x), _dtype(x)), jnp.zeros((*np.shape(x), 0), np.float32))

@@ -1,7 +1,7 @@
-"""The choice of a backend: XLA, the CPU or CUDA library through TVM FFI, or Pallas kernels, all with the same bits.
+"""Choice of a backend: XLA, the CPU or CUDA library by TVM FFI, or Pallas; all give the same bits.
 
-Unless the caller names a backend, an operation takes the first of `ffi`, `pallas` and `xla` that this machine has for it. A
-backend that is named and can't run raises and says why.
+By default an operation uses the first of `ffi`, `pallas` and `xla` that this machine supports. If the caller names a backend
+that can't run, an error gives the reason.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from .pallas.backend import Pallas
 from .xla import XLA, Xla
 
 NAMES = ("ffi", "pallas", "xla")
-"""The names of backends, in the order in which they are chosen."""
+"""Names of backends in order of preference."""
 
-# By whether the caller named it: a static argument of jitted functions, so there is one of each.
+# By whether the caller named it. One instance each, because backends are static arguments of jitted functions.
 _XLA = {False: XLA, True: Xla(asked=True)}
 _CPU, _CUDA, _PALLAS = ({asked: kind(asked=asked) for asked in (False, True)} for kind in (CpuLibrary, CudaLibrary, Pallas))
 
 
 def choose(asked: str | None, operation: str, *, format: Format, **options: Any) -> Backend:
-    """Picks the backend of an operation.
+    """Returns the backend for an operation.
 
     Args:
-        asked: one of `NAMES`, or None for the first that this machine has.
+        asked: one of `NAMES`, or None for the first one that this machine supports.
         operation: the name of a method of `Backend`.
         format: the format.
-        options: `stochastic`, True for stochastic rounding, and the static arguments of the method.
+        options: the method's static arguments, and `stochastic` for stochastic rounding.
 
     Raises:
-        ValueError: `asked` is none of `NAMES`, or has no kernel for this.
+        ValueError: `asked` is not in `NAMES`, or has no kernel for this operation.
         RuntimeError: `asked` can't run on this machine.
     """
     if asked is not None:
@@ -54,7 +54,7 @@ def choose(asked: str | None, operation: str, *, format: Format, **options: Any)
             raise ValueError(f"implementation={asked!r} can't do this: {why}; use implementation='xla'")
         return backend
     if not has_gpu():
-        # Inside a shard_map that leaves some axes to XLA, which splits a device's own program over those, kernels can't run.
+        # Kernels can't run in a shard_map that leaves some axes to XLA, which partitions the device's own program over them.
         mesh = jax.sharding.get_abstract_mesh()
         partly_manual = mesh.manual_axes and not mesh.are_all_axes_manual
         return _CPU[False] if missing("ffi") is None and not partly_manual else XLA
@@ -70,29 +70,27 @@ def _backend(name: str, *, asked: bool) -> Backend:
     return (_PALLAS if name == "pallas" else _XLA)[asked]
 
 
-# A compiled program holds what was chosen.
+# Compiled programs contain the choice.
 switch.when_turned(jax.clear_caches)
 
 
 @switch.cached
 def missing(name: str) -> str | None:
-    """Returns the reason why a backend can't run on this machine, or None."""
+    """Returns why a backend can't run on this machine, or None."""
     if name != "xla" and not switch.kernels_allowed():
         return switch.WHY_NOT
     return _backend(name, asked=False).missing()
 
 
 def missing_product(version: int) -> str | None:
-    """Returns the reason why the CUDA library doesn't get a product of codes and scales here, or None; see `missing_cublas`."""
+    """Returns why the CUDA library isn't used for a product of codes and scales, or None; see `missing_cublas`."""
     return "XLA may have to split the product over devices" if would_be_partitioned() else missing_cublas(version)
 
 
 def missing_cublas(version: int) -> str | None:
-    """Returns the reason why the CUDA library can't multiply codes and scales, or None.
+    """Returns why the CUDA library can't multiply codes and scales, or None.
 
-    Args:
-        version: the least cuBLASLt that will do, as it counts: 120900 is that of CUDA 12.9; 0 where the library's own
-            kernel will.
+    `version` is the minimum cuBLASLt version (120900 for CUDA 12.9), or 0 if the library's own kernel is used.
     """
     if not has_gpu():
         return f"it needs a CUDA device, and JAX runs on {jax.default_backend()}"
@@ -107,13 +105,13 @@ def missing_cublas(version: int) -> str | None:
 
 @cache
 def has_gpu() -> bool:
-    """Returns True where JAX runs on a GPU."""
+    """Returns whether JAX runs on a GPU."""
     return jax.default_backend() == "gpu"
 
 
 def would_be_partitioned() -> bool:
-    """Returns True where XLA may have to split the operation over devices, which it can do with the definition alone.
+    """Returns whether XLA may have to partition the operation over devices, which only works with the definition.
 
-    Inside shard_map each device has its own program, so kernels are welcome there.
+    Inside shard_map each device runs its own program, so kernels can run there.
     """
     return jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().are_all_axes_manual

@@ -1,11 +1,11 @@
-"""Derivatives of our own making that hold at every order, forward and in reverse, under every transformation.
+"""Custom derivatives that hold at every order, in forward and reverse mode, under every transformation.
 
-`jax.custom_jvp` and `custom_vjp` lose their rules where scan evaluates one part of its body before the other, and the first has
-no transpose of its own, the second no forward mode. These are primitives, and JAX never looks inside one.
+`jax.custom_jvp` and `custom_vjp` lose their rules if scan evaluates part of its body early; the former has no custom transpose,
+the latter no forward mode. The functions here are primitives, which JAX never looks inside.
 
-attach       results with a rule for their tangents, from the tangents of carriers
-linear_map   a linear function of tangents whose transpose is another function, such as the backward of quantized products
-either       a function, or another one with derivatives where they are taken
+attach       gives results a rule for their tangents, computed from the tangents of carriers
+linear_map   a linear function of tangents with a custom transpose, such as the backward of quantized products
+either       a function, or a differentiable replacement where derivatives are taken
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Flat = Sequence[Any]
 
 
 def straight_through(values: jax.Array, carrier: Any) -> jax.Array:
-    """Gives `values` the tangent of the carrier, and its place on an Explicit mesh."""
+    """Gives `values` the tangent of the carrier, and its sharding on an Explicit mesh."""
     values, dtype = explicit.resharded_like(values, carrier), values.dtype
     return attach(values, (), carrier, lambda _, __, tangent: [tangent.astype(dtype)])
 
 
 def without_gradient(x: jax.Array, why: str) -> jax.Array:
-    """Returns x with a derivative that raises TypeError with these words."""
+    """Returns x with a derivative that raises TypeError(why)."""
 
     def refuse(*_):
         raise TypeError(why)
@@ -47,14 +47,14 @@ def without_gradient(x: jax.Array, why: str) -> jax.Array:
 
 
 def attach(results: Any, kept: Any, carriers: Any, rule: Callable[[Any, Any, Any], Flat]) -> Any:
-    """Gives `results`, a tree, derivatives.
+    """Gives `results`, a tree, custom derivatives.
 
     Args:
-        results: arrays; what they depend on has no say in their derivatives.
-        kept: arrays that the rule wants.
-        carriers: what the results are functions of.
-        rule: from (kept, carriers, tangents of carriers, None for zeros) to the tangents of the results' leaves, None for
-            zeros. It may differentiate through `carriers`, for derivatives of higher order.
+        results: arrays; their own dependencies don't contribute to the derivatives.
+        kept: arrays that the rule needs.
+        carriers: the inputs to differentiate by.
+        rule: maps (kept, carriers, tangents of carriers, None for zeros) to tangents of the results' leaves, None for zeros. It
+            may differentiate through `carriers`, for higher orders.
     """
     flat, structure = jax.tree.flatten(results)
     others, of_others = jax.tree.flatten(kept)
@@ -72,12 +72,12 @@ def attach(results: Any, kept: Any, carriers: Any, rule: Callable[[Any, Any, Any
 def linear_map(
     forward: Callable[[Any, Any], Flat], backward: Callable[[Any, Any, Flat], Any], kept: Any, tangents: Any, like: Flat
 ) -> Flat:
-    """Computes forward(kept, tangents), linear in `tangents`; in reverse mode backward(kept, tangents, cotangents).
+    """Computes forward(kept, tangents), linear in `tangents`; its transpose is backward(kept, tangents, cotangents).
 
     Args:
-        forward: gives results of the types of `like`; None stands for a tangent of zeros.
-        backward: gives a tree like `tangents`; those are passed as Nones and their types (`jax.typeof`).
-        kept: arrays, in which both are differentiable.
+        forward: returns results of the types `like`; a tangent of None means zeros.
+        backward: returns a tree like `tangents`, which are passed as types (`jax.typeof`) and Nones.
+        kept: arrays; both functions are differentiable in them.
         tangents: a tree, with None for zeros.
         like: the types of the results.
     """
@@ -96,7 +96,7 @@ def linear_map(
 
 
 def either(plain: Callable[..., Any], differentiable: Callable[..., Any], static: Hashable, *args: Any) -> Any:
-    """Computes plain(static, *args); where a derivative is taken, differentiable(static, *args), which gives the same."""
+    """Computes plain(static, *args), or differentiable(static, *args), with the same result, if a derivative is taken."""
     leaves, structure = jax.tree.flatten(args)
     if not any(isinstance(leaf, Tracer) for leaf in leaves):
         return plain(static, *args)
@@ -108,7 +108,7 @@ def either(plain: Callable[..., Any], differentiable: Callable[..., Any], static
 
 @lru_cache(maxsize=1024)
 def _of_leaves(function: Callable[..., Any], static: Hashable, structure: Any) -> Callable[..., Any]:
-    """A function of the leaves of its arguments, the same one for equal arguments: JAX traces it once for each shape."""
+    """Returns a function of the arguments' leaves; equal arguments get the same function, so that JAX traces once per shape."""
     return lambda *leaves: function(static, *structure.unflatten(leaves))
 
 
@@ -119,7 +119,7 @@ def _attach_jvp(primals, tangents, *, counts, rule):
     results, kept = counts
     others, points = primals[results : results + kept], primals[results + kept :]
     given = [None if type(t) is ad.Zero else t for t in tangents[results + kept :]]
-    # Results of constants have no further derivatives.
+    # Results for constants have no further derivatives.
     traced = any(isinstance(point, Tracer) for point in points)
     out = _attach_p.bind(*primals, counts=counts, rule=rule) if traced else list(primals[:results])
     dots = [None] * results if all(t is None for t in given) else rule(others, points, given)
@@ -213,7 +213,7 @@ def _linear_batch(args, dims, *, count, forward, backward, avals):
 
     def batched_backward(known, cotangents):
         each = jax.vmap(backward, in_axes=(of_known, 0), axis_size=size)(list(known), list(cotangents))
-        # What all share gets the cotangents of all.
+        # A shared input gets the combined cotangents of the batch.
         return [_of_all(x) if alone and x is not None else x for x, alone in zip(each, shared, strict=True)]
 
     avals = tuple(unmapped_aval(size, 0, aval) for aval in avals)
@@ -222,12 +222,12 @@ def _linear_batch(args, dims, *, count, forward, backward, avals):
 
 
 def _of_all(cotangents: jax.Array) -> jax.Array:
-    """The cotangent of what is shared, of those along the first axis."""
+    """Combines a shared value's cotangents along the first axis."""
     return amaxes.largest(cotangents) if amaxes.is_amax(cotangents) else jnp.sum(cotangents, axis=0)
 
 
 def _for_each(tangent: jax.Array, size: int) -> jax.Array:
-    """A tangent that all share, along a new first axis."""
+    """Repeats a shared tangent along a new first axis."""
     if not amaxes.is_amax(tangent):
         return jnp.broadcast_to(tangent, (size, *tangent.shape))
     like = unmapped_aval(size, 0, jax.typeof(tangent))
@@ -272,14 +272,14 @@ _either_p.multiple_results = True
 _either_p.def_impl(_either_impl)
 _either_p.def_abstract_eval(lambda *args, jaxpr, differentiable: jaxpr.out_avals)
 mlir.register_lowering(_either_p, mlir.lower_fun(_either_impl, multiple_results=True))
-# JAX 0.12 runs this, behind all derivatives, where the program has steps that JAX has yet to take apart (`jnp.searchsorted`).
+# JAX 0.12 calls this after all derivatives, for programs with steps that it has yet to lower (`jnp.searchsorted`).
 _either_p.to_lojax = _either_impl
 ad.primitive_jvps[_either_p] = _either_jvp
 batching.primitive_batchers[_either_p] = _either_batch
 
 
 def _jvp_of(function: Callable[..., Flat], primals: Flat, tangents: Flat) -> tuple[Flat, Flat]:
-    """Computes results and tangents of a function; tangents that are zero (`ad.Zero`) are not passed to it."""
+    """Computes a function's results and tangents; zero tangents (`ad.Zero`) are not passed to it."""
     live = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
 
     def of_live(*points):
@@ -301,7 +301,7 @@ def _batch_size(args: Flat, dims: Flat) -> int:
 
 
 def hadamard(x: jax.Array, *, inverse: bool = False) -> jax.Array:
-    """Multiplies each group of 16 along the last axis of x by `rotate`'s matrix (or its inverse); a tail stays as it is."""
+    """Multiplies groups of 16 along x's last axis by `rotate`'s matrix or its inverse; a shorter tail is unchanged."""
     matrix = rotate(np.eye(GROUP, dtype=np.float32))
     whole = x.shape[-1] // GROUP * GROUP
     groups = x[..., :whole].reshape(*x.shape[:-1], -1, GROUP)

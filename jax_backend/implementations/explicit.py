@@ -1,8 +1,8 @@
-"""Meshes with Explicit axes, as `jax.make_mesh` makes them: there every array's sharding is in its type.
+"""Meshes with Explicit axes, as from `jax.make_mesh`, where each array's type contains its sharding.
 
-JAX refuses to reshape an axis that is cut, which blocks and packed codes are made by, unless it is told where the result
-lies. That is known here: codes, scales and values lie as what they are made of, along every axis that their sizes let the mesh
-divide evenly. So an operation runs with these axes left to XLA (`jax.sharding.auto_axes`), and its results' types say so.
+JAX refuses to reshape a sharded axis, as blocks and packing require, unless it is told the result's sharding. This module knows
+it: codes, scales and values have the sharding of their source, along axes that the mesh divides evenly. So an operation runs
+with these axes left to XLA (`jax.sharding.auto_axes`), with the shardings of its results given.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from blockfp.formats import Format
 
 
 def mesh_of(*arrays: Any) -> AbstractMesh | None:
-    """The mesh of the first array that lies on one with Explicit axes, or None."""
+    """Returns the mesh of the first array on a mesh with Explicit axes, or None."""
     for array in jax.tree.leaves(arrays):
         mesh = jax.typeof(array).sharding.mesh
         if mesh.explicit_axes:
@@ -33,16 +33,16 @@ def mesh_of(*arrays: Any) -> AbstractMesh | None:
 
 
 def left_to_xla(function: Callable, mesh: AbstractMesh, specs: Any, *operands: Any) -> Any:
-    """Runs function(*operands) with a mesh's Explicit axes left to XLA; its results lie as `specs` says."""
+    """Runs function(*operands) with the mesh's Explicit axes left to XLA; results are sharded as `specs`."""
     is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
     lie = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
     return jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=lie)(*operands)
 
 
 def check_not_cut(function: str, **operands: Any) -> None:
-    """Raises ValueError where an operand of a function that lays nothing out itself is cut over Explicit axes."""
+    """Raises ValueError if an operand of a function without a sharding rule is cut over Explicit axes."""
     for name, array in operands.items():
-        # Of an array with a carrier its codes: to take it apart would lose that.
+        # Look only at the codes: taking the array apart would lose its carrier.
         array = getattr(array, "codes", array)
         if array is None:
             continue
@@ -55,16 +55,16 @@ def check_not_cut(function: str, **operands: Any) -> None:
 
 
 def resharded_like(x: jax.Array, other: jax.Array) -> jax.Array:
-    """Reshards x like another array of its shape: packed codes can't be cut wherever their values can."""
+    """Reshards x like another array of its shape, because packed codes can't be cut everywhere that values can."""
     if mesh_of(other) is None or jax.typeof(x).sharding == jax.typeof(other).sharding:
         return x
     return jax.sharding.reshard(x, jax.typeof(other).sharding)
 
 
 def zeros_beside(codes: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Zeros of the shape of the values of codes, which lie as the codes do, along the axes that the mesh divides evenly.
+    """Returns zeros of the shape of codes' values, sharded like the codes along axes that divide evenly.
 
-    JAX's own `zeros_like` with a shape lies whole on each device.
+    JAX's `zeros_like` with a shape replicates the result.
     """
     if not isinstance(codes, Tracer):
         lies = getattr(codes, "sharding", None)
@@ -72,24 +72,24 @@ def zeros_beside(codes: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Ar
             entries = (*lies.spec, *(None,) * (len(shape) - len(lies.spec)))
             lies = NamedSharding(lies.mesh, even(entries, shape, lies.mesh))
         return jnp.zeros(shape, dtype, device=lies if isinstance(lies, NamedSharding | SingleDeviceSharding) else None)
-    # Made of the codes, so that under shard_map they vary over the same axes.
+    # Derived from the codes, so that under shard_map they vary over the same axes.
     zeros, mesh = jnp.zeros_like(codes, dtype=dtype, shape=shape), mesh_of(codes)
     return zeros if mesh is None else jax.sharding.reshard(zeros, NamedSharding(mesh, even(spec_of(codes), shape, mesh)))
 
 
 def spec_of(x: jax.Array) -> tuple:
-    """The mesh axes that each axis of x is cut over, as its type says."""
+    """Returns the mesh axes that cut each axis of x, by its type."""
     spec = tuple(jax.typeof(x).sharding.spec)
     return (*spec, *(None,) * (x.ndim - len(spec)))
 
 
 def axis_names(entry: Any) -> tuple[str, ...]:
-    """The mesh axes that an entry of a PartitionSpec names."""
+    """Returns the mesh axes in an entry of a PartitionSpec."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def even(entries, shape, mesh: AbstractMesh | Mesh) -> PartitionSpec:
-    """Drops the entries that don't divide their axis evenly."""
+    """Drops entries that don't divide their axis evenly."""
     sizes = (math.prod(mesh.shape[name] for name in axis_names(entry)) for entry in entries)
     kept = (entry if n % size == 0 else None for entry, n, size in zip(entries, shape, sizes, strict=True))
     return PartitionSpec(*kept)
@@ -102,35 +102,35 @@ def without(entry: Any, names: set[str]) -> Any:
 
 
 def specs_of_quantized(x: jax.Array, *_: Any, format: Format, **options: Any) -> Quantized:
-    """The specs of the codes and scales of x."""
+    """Returns the specs of x's codes and scales."""
     return _of_quantized(spec_of(x), x.shape, format, jax.typeof(x).sharding.mesh)
 
 
 def specs_of_columnwise(x: jax.Array, *_: Any, format: Format, **options: Any) -> Quantized:
-    """The specs of the codes and scales of x.mT."""
+    """Returns the specs of x.mT's codes and scales."""
     return _of_quantized(_swapped(spec_of(x)), _swapped(x.shape), format, jax.typeof(x).sharding.mesh)
 
 
 def specs_of_both(x: jax.Array, *_: Any, format: Format, **options: Any) -> tuple[Quantized, Quantized]:
-    """The specs of the codes and scales of x, and those of x.mT."""
+    """Returns the specs of the codes and scales of x and of x.mT."""
     return specs_of_quantized(x, format=format), specs_of_columnwise(x, format=format)
 
 
 def specs_of_amax(x: jax.Array, *, format: Format) -> Amax:
-    """The specs of the amaxes of x."""
+    """Returns the specs of x's amaxes."""
     blocks = _of_scales(spec_of(x), x.shape, format, jax.typeof(x).sharding.mesh)
     return Amax(blocks, None if format.element.has_nan else blocks, PartitionSpec() if format.scale.two_level else None)
 
 
 def specs_of_values(codes: jax.Array, *_: Any, columns: int, **options: Any) -> PartitionSpec:
-    """The spec of the values of codes."""
+    """Returns the spec of the codes' values."""
     return even(spec_of(codes), (*codes.shape[:-1], columns), jax.typeof(codes).sharding.mesh)
 
 
 def specs_of_transposed(
     codes: jax.Array, scales: jax.Array, format: Format, columns: int
 ) -> tuple[PartitionSpec, PartitionSpec]:
-    """The specs of the codes and scales of a transposed array."""
+    """Returns the specs of a transposed array's codes and scales."""
     mesh = jax.typeof(codes).sharding.mesh
     shape = layout.codes_shape((*codes.shape[:-2], columns, codes.shape[-2]), format)
     return even(_swapped(spec_of(codes)), shape, mesh), PartitionSpec(*_swapped(spec_of(scales)))
@@ -158,7 +158,7 @@ Axes = frozenset[str]
 
 
 def axis_index(name: str) -> jax.Array:
-    """Computes `lax.axis_index`; raises ValueError where the axis isn't one of the shard_map around."""
+    """Like `lax.axis_index`, but raises ValueError if the surrounding shard_map doesn't have the axis."""
     try:
         return lax.axis_index(name)
     except NameError as error:
@@ -169,29 +169,29 @@ def axis_index(name: str) -> jax.Array:
 
 
 def max_over(x: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """Largest integer over mesh axes."""
+    """Returns the integer maximum over mesh axes."""
     return lax.pmax(x, tuple(axes))
 
 
 def varying(x: Any) -> Axes:
-    """The mesh axes that a value varies over, as far as JAX keeps account."""
+    """Returns the mesh axes that a value varies over, as far as JAX tracks them."""
     return frozenset(jax.typeof(x).mat.varying)
 
 
 def vary(x: jax.Array, over: Axes) -> jax.Array:
-    """Tells JAX that x varies over these mesh axes, which it doesn't know of a kernel's results."""
+    """Marks x as varying over these mesh axes, which JAX can't infer for a kernel's results."""
     missing = tuple(sorted(over - varying(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def sum_like(cotangent: jax.Array, primal: Axes | None, axes: Iterable[str]) -> jax.Array:
-    """Sums ranks' cotangents of a primal that varies over `primal`; over `axes` where JAX keeps no account."""
+    """Sums cotangents over the mesh axes that a primal doesn't vary over, or over `axes` if JAX doesn't track them."""
     over = _excess(cotangent, primal, tuple(axes))
     return lax.psum(cotangent, over) if over else cotangent
 
 
 def max_like(cotangent: jax.Array, primal: Axes | None) -> jax.Array:
-    """The largest of ranks' non-negative cotangents, where JAX wants one that doesn't vary; elsewhere itself."""
+    """Returns the maximum of non-negative cotangents over tracked mesh axes that the primal doesn't vary over."""
     over = _excess(cotangent, primal, ())
     return max_over(cotangent.view("int32"), over).view("float32") if over else cotangent
 
@@ -205,7 +205,7 @@ def _excess(cotangent: jax.Array, primal: Axes | None, axes: tuple[str, ...]) ->
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class VaryingAxes:
-    """The mesh axes that the primals of a linear layer vary over; kept for its backward."""
+    """The mesh axes that a linear layer's primals vary over; kept for its backward."""
 
     x: Axes | None
     carrier: Axes | None
@@ -214,6 +214,6 @@ class VaryingAxes:
 
     @classmethod
     def of(cls, x, carrier, bias, state) -> VaryingAxes:
-        """The types of a call's arguments; None stays None."""
+        """Collects the varying axes of a call's arguments; None stays None."""
         history = None if state is None else state.gradient_amax_history
         return cls(*(None if a is None else varying(a) for a in (x, carrier, bias, history)))

@@ -1,10 +1,10 @@
-"""The private parts of JAX that this package rests on, in one place, with the reasons.
+"""The private parts of JAX that this package uses, with the reasons.
 
-Carriers (`implementations.carriers`) are arrays of an extended dtype, as JAX's random keys are. JAX has no public way to make
-such a dtype, so the handlers that it keeps for its own are registered for ours.
+Carriers (`implementations.carriers`) have an extended dtype, like JAX's random keys. JAX has no public way to define one, so
+the handlers of its own extended dtypes are registered for ours.
 
-A quantized array's flatten looks at the stack, because some callers want something else than codes and scales, and JAX
-tells a flatten nothing about them (`flattening_caller`).
+A quantized array's flatten function inspects the stack, because some callers need something other than codes and scales, and
+JAX doesn't tell it who calls (`flattening_caller`).
 """
 
 from __future__ import annotations
@@ -57,12 +57,7 @@ __all__ = [
 
 
 def register_array(kind: type[EArray], add: Callable[[Any, Any], Any] | None = None) -> None:
-    """Registers a subclass of EArray with JAX, with the handlers that JAX has for EArray itself.
-
-    Args:
-        kind: the class.
-        add: adds two cotangents of that kind, where there are such.
-    """
+    """Registers a subclass of EArray with JAX, using EArray's handlers; `add` adds two of its cotangents, if given."""
     pxla.shard_arg_handlers[kind] = pxla.shard_arg_handlers[EArray]
     core.pytype_aval_mappings[kind] = lambda x: x.aval
     dtypes.register_canonicalize_value_handler(kind, None)
@@ -76,7 +71,7 @@ def _as_constant(x: Any, aval: Any) -> Any:
 
 
 def runs_at_once() -> bool:
-    """True where operations run as they are called, and nothing but derivatives watches: not in jit, vmap or shard_map."""
+    """Returns whether operations run immediately or only under derivatives: not in jit, vmap or shard_map."""
     trace = core.trace_ctx.trace
     while isinstance(trace, ad.JVPTrace | ad.LinearizeTrace):
         trace = trace.parent_trace
@@ -84,32 +79,32 @@ def runs_at_once() -> bool:
 
 
 evaluating = core.eval_context
-"""Lets functions of arrays that aren't traced run as outside of derivatives: jit finds its compiled programs at once there."""
+"""Context that runs functions of concrete arrays outside of derivatives, where jit finds its compiled programs fast."""
 
 
 def stop_also(kind: Callable[[Any], bool], stop: Callable[[Any], Any]) -> None:
-    """Makes `lax.stop_gradient` call `stop` for leaves of that kind.
+    """Makes `lax.stop_gradient` call `stop` for leaves selected by `kind`.
 
-    JAX gives on arrays of an extended dtype as they are there: its own have no tangents that could be stopped. Carriers have,
-    and `jax.tree.map(lax.stop_gradient, params)` shows them to no other function.
+    JAX returns arrays of extended dtypes unchanged, because its own have no tangents. Carriers have tangents, and
+    `jax.tree.map(lax.stop_gradient, params)` offers no other hook.
     """
     others = lax_functions._stop_gradient
     lax_functions._stop_gradient = lambda x: stop(x) if kind(x) else others(x)
 
 
 def runs_compiled(primitive: core.Primitive) -> None:
-    """Makes a primitive that is called by itself, as under `jax.disable_jit`, run as a compiled program.
+    """Makes a primitive run as a compiled program when it is called directly, as under `jax.disable_jit`.
 
-    JAX knows these programs as one operation: `jax_debug_nans` takes others that gave a NaN apart, to find where it came from,
-    and would call one that calls its primitive without an end.
+    JAX treats such a program as one operation. `jax_debug_nans` re-runs other functions that returned NaN piece by piece, and
+    would recurse endlessly in one that calls its own primitive.
     """
     dispatch.simple_impl(primitive)
 
 
 def saved_as_they_are(kind: Callable[[Any], bool]) -> None:
-    """Makes `jax.checkpoint` save arrays of that kind as they are.
+    """Makes `jax.checkpoint` save arrays selected by `kind` unrounded.
 
-    What its policy saves of inexact dtypes it rounds to the bits that the dtype has, and an extended dtype doesn't say these.
+    It rounds saved inexact arrays to their dtype's number of bits, which an extended dtype doesn't define.
     """
     others = ad_checkpoint._insert_reduce_precision
 
@@ -119,35 +114,35 @@ def saved_as_they_are(kind: Callable[[Any], bool]) -> None:
         if not own:
             return others(jaxpr, count)
         rounded = [x for x in results[first:] if not kind(x.aval)]
-        # It looks at the last `count` results alone, and leaves the results' names.
+        # The original function only looks at the last `count` results, and keeps the results' names.
         return others(jaxpr.replace(outvars=[*results[:first], *own, *rounded]), len(rounded)).replace(outvars=results)
 
     ad_checkpoint._insert_reduce_precision = insert
 
 
 def without_tangents(tree: Any) -> Any:
-    """Computes `lax.stop_gradient` in few of JAX's steps where derivatives watch: the arrays that they are taken of."""
+    """Like `lax.stop_gradient` of a tree, but with fewer JAX steps under derivatives: returns the primals."""
     return jax.tree.map(_without_tangent, tree)
 
 
 def _without_tangent(x: Any) -> Any:
     while isinstance(x, ad.JVPTracer | ad.LinearizeTracer):
         x = x.primal
-    # Integers have no tangent. Another variable of them, such as `stop_gradient` makes, a scan would keep for its backward.
+    # Integers have no tangent. A new variable, as from `stop_gradient`, would be saved by a scan for its backward.
     return lax.stop_gradient(x) if isinstance(x, core.Tracer) and not dtypes.issubdtype(x.dtype, np.integer) else x
 
 
 def physical_result_handler(aval: Any, sharding: Any, committed: bool) -> Any:
-    """Returns JAX's handler that makes an array's buffers of a program's results."""
+    """Returns JAX's handler that converts a program's result buffers to an array."""
     make = pxla.global_result_handlers[core.ShapedArray]
     return make(core.physical_aval(aval), physical_sharding(aval, sharding), committed)
 
 
 def spec_of(sharding: Sharding | None, mesh: Any, ndim: int) -> tuple[Any, ...]:
-    """Returns the axes of the mesh that cut each dimension of an array, as XLA cut it.
+    """Returns the mesh axes that cut each dimension of an array partitioned by XLA.
 
-    XLA also cuts by parts of an axis (two scales over four devices, two of which have the same one). No PartitionSpec says so,
-    and JAX raises on its way there; here such an array counts as whole.
+    XLA can also cut by part of an axis (two scales over four devices, in pairs). No PartitionSpec expresses this and JAX raises
+    an error; such an array counts as whole here.
     """
     found: Any = ()
     if sharding is not None and not mesh.empty:
@@ -160,14 +155,16 @@ def spec_of(sharding: Sharding | None, mesh: Any, ndim: int) -> tuple[Any, ...]:
 
 
 EQUINOX_FILE = ("equinox._serialisation", None)
-"""Equinox on its way to or from a file, which has leaves and no names: a leaf must say the format."""
+"""Equinox reading or writing a file, which stores unnamed leaves: an additional leaf must give the format."""
 
 EQUINOX_DERIVATIVES = frozenset({("equinox._ad", "filter_vjp"), ("equinox._ad", "_Jac.__call__")})
-"""Equinox's derivatives that split their arguments and differentiate what is inexact: codes would get None, without a word.
-(`eqx.filter_grad` goes on to `jax.grad`.) The split is `equinox._filters.partition`, which many others call."""
+"""Equinox's derivatives that split arguments and differentiate inexact leaves; codes would silently get None.
+
+(`eqx.filter_grad` calls `jax.grad`.) They split by `equinox._filters.partition`, which has many other callers.
+"""
 
 LINEN_AXES = frozenset({("flax.core.axes_scan", f"transpose_{way}_front") for way in ("to", "from")})
-"""`linen.scan` along another axis than the first, which codes and scales have elsewhere, and NVFP4's tensor scale doesn't."""
+"""`linen.scan` along an axis other than the first, which codes and scales have at another position, or not at all."""
 
 _CUSTOM_RULES = frozenset(("jax._src.custom_derivatives", f"_flatten_{which}") for which in ("fwd", "bwd", "jvp"))
 RULES = frozenset(
@@ -178,23 +175,25 @@ RULES = frozenset(
         *EQUINOX_DERIVATIVES,
     }
 )
-"""What calls a rule of `jax.custom_vjp` and its like, which may differentiate what it is given, and Equinox on the way there: a
-carrier stays there though it isn't traced, as it does under jit."""
+"""Callers of rules of `jax.custom_vjp` and similar, which may differentiate their arguments, and Equinox on the way there.
+Carriers are kept for them although they aren't traced, as under jit."""
 
 OPTAX_ZEROS = ("optax.tree_utils._tree_math", "tree_zeros_like")
-"""optax making moments or sums of gradients, which are arrays of the shape that was quantized."""
+"""optax making moments or sums of gradients, which have the original array's shape."""
 
 STOP_GRADIENT = ("jax._src.lax.lax", "stop_gradient")
-"""`lax.stop_gradient` of a tree: what it gives is a constant, and loses no derivative."""
+"""`lax.stop_gradient` of a tree; its result is a constant, so no derivative gets lost."""
 
 JAX_GRAD = ("jax._src.api", "value_and_grad_f")
-"""`jax.grad`, whose own message about integers leads on to `allow_int`, and that to an empty gradient. It flattens its argument
-before it looks at dtypes, so only there a better answer can be given. Should JAX come to flatten elsewhere, its own TypeError
-stands."""
+"""`jax.grad`, whose own message about integers suggests `allow_int`, which gives an empty gradient.
+
+It flattens its argument before it checks dtypes, so a better error is only possible here. If JAX flattens elsewhere in the
+future, its own TypeError remains.
+"""
 
 OPTAX_UPDATES = ("optax._src.update", "apply_updates")
-"""optax adding updates to parameters, also for flax's TrainState and nnx.Optimizer: JAX would speak of types of trees, or codes
-be added to."""
+"""optax adding updates to parameters, also for flax's TrainState and nnx.Optimizer. JAX would complain about tree types, or add
+to codes."""
 
 _TREE_MATH = (
     *("add", "sub", "mul", "div", "scale", "add_scale", "vdot", "sum", "max", "min", "norm", "ones_like", "full_like", "clip"),
@@ -212,14 +211,14 @@ CALCULATING = frozenset(
         *(("optax.tree_utils._tree_math", f"tree_{name}") for name in _TREE_MATH),
     }
 )
-"""Functions of trees that calculate with the leaves, by modules: codes would be taken for values, and are finite themselves
-where their values aren't."""
+"""Functions that calculate with a tree's leaves, by module. They would mistake codes for values, and codes are finite even if
+their values aren't."""
 
 _CALLERS = {EQUINOX_FILE, OPTAX_ZEROS, STOP_GRADIENT, JAX_GRAD, OPTAX_UPDATES, *LINEN_AXES, *RULES, *CALCULATING}
 
 
 def _in_a_rule(frame: Any) -> bool:
-    """True where a rule of one's own runs, which gives no cotangent for what nothing differentiates."""
+    """Returns whether a custom rule is running, which gives no cotangent for inputs that aren't differentiated."""
     while frame is not None:
         if (frame.f_globals.get("__name__", ""), frame.f_code.co_name) in _CUSTOM_RULES:
             return True

@@ -1,7 +1,7 @@
-"""The operations on plain arrays, jitted and without derivatives, which their callers attach.
+"""Jitted operations on plain arrays, without derivatives, which callers attach.
 
-An `Op` picks the backend and runs it; `Backend` documents the arguments. Static arguments make each format one compiled
-function per shape and dtype. A key is data, so a new seed compiles nothing.
+An `Op` chooses the backend and runs it; `Backend` documents the arguments. Static arguments give each format one compiled
+function per shape and dtype. A key is data, so a new seed doesn't recompile.
 """
 
 from __future__ import annotations
@@ -30,21 +30,16 @@ Result = TypeVar("Result")
 
 
 class Op(Generic[Result]):
-    """An operation that every backend has.
+    """An operation of every backend; `name` is the method of `Backend`.
 
-    x has no gradient through it, because JAX's own derivative of a cast rounds the cotangent.
-
-    Attributes:
-        name: the name of the method of `Backend`.
+    It stops gradients, because JAX's derivative of a cast would round the cotangent.
     """
 
     def __init__(self, name: str, specs: Callable[..., Any], *, keyed: bool = False) -> None:
         """Makes the operation.
 
-        Args:
-            name: the name of the method of `Backend`.
-            specs: from the operation's arguments to the PartitionSpecs of its results on a mesh with Explicit axes.
-            keyed: True where the arrays are x, a key and an amax, of which the last two may be left out.
+        `specs` maps the arguments to the results' PartitionSpecs on a mesh with Explicit axes. `keyed` means that the arrays
+        are x, a key and an amax, of which the last two are optional.
         """
 
         def run(*arrays, backend: Backend, **options):
@@ -62,15 +57,10 @@ class Op(Generic[Result]):
         self._jitted = jax.jit(run, static_argnames=static)
 
     def __call__(self, *arrays: Any, implementation: str | None = None, **options: Any) -> Result:
-        """Runs the operation.
+        """Runs the operation on the backend named `implementation`, or the first one that this machine supports.
 
-        Args:
-            arrays: the arrays of the method of `Backend`; a key and an amax may be left out.
-            implementation: the name of a backend (`choice.NAMES`), or None for the first that this machine has.
-            options: the static arguments of the method.
-
-        Raises:
-            ValueError, RuntimeError: as `choice.choose`.
+        `arrays` and `options` are the arguments of the `Backend` method. Raises ValueError or RuntimeError as `choice.choose`
+        does.
         """
         if self._keyed:
             arrays = (*arrays, None, None)[:3]
@@ -124,11 +114,8 @@ def transpose(codes: jax.Array, scales: jax.Array, *, format: Format, columns: i
 def key_array(key: Key | None) -> jax.Array | np.ndarray | None:
     """Returns a key as an array of two uint32 words, or None.
 
-    Args:
-        key: an integer seed, two uint32 words, or a typed key of `jax.random.key`.
-
-    Raises:
-        ValueError: none of these, or a typed key of another generator than threefry2x32. Traced words are not looked at.
+    `key` is an integer seed, two uint32 words, or a typed key of `jax.random.key`. Raises ValueError for other types, and for
+    typed keys of a generator other than threefry2x32. Traced words aren't checked.
     """
     if key is None:
         return None

@@ -1,4 +1,4 @@
-"""The XLA backend: the definition on JAX's arrays, compiled for any device and split over several."""
+"""The XLA backend: the definition on JAX arrays, compiled for any device and partitionable."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ XLA = Xla()
 
 
 def materialize(x: jax.Array) -> jax.Array:
-    """Stores x: XLA doesn't fuse what makes it into the loops that use it.
+    """Stores x, so that XLA doesn't fuse its computation into the loops that use it.
 
-    XLA:CPU removes optimization barriers before it fuses, but keeps calls that are marked as not to be inlined.
+    XLA:CPU removes optimization barriers before fusion, but keeps calls marked as not inlineable.
     """
     return jax.lax.platform_dependent(x, cpu=_uninlined, default=jax.lax.optimization_barrier)
 

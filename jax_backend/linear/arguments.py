@@ -1,4 +1,4 @@
-"""The arguments of layers: checked, and the weight as products take it."""
+"""Checks of layer arguments, and the weight in the form that products take."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .products import Matrix
 
 
 def check_tensors(x, weight, bias, *, grouped: bool = False) -> None:
-    """Raises TypeError or ValueError where these aren't arrays that `linear` (`grouped_linear`) multiplies."""
+    """Raises TypeError or ValueError unless `linear` (or `grouped_linear`) can multiply these arrays."""
     if not isinstance(x, jax.Array | np.ndarray) and not (grouped and isinstance(x, QuantizedArray)):
         wanted = "an array in high precision" + (", or what dispatch gave" if grouped else "")
         raise TypeError(f"x must be {wanted}, got {type(x).__name__}")
@@ -45,7 +45,7 @@ def check_tensors(x, weight, bias, *, grouped: bool = False) -> None:
 
 
 def check_quantized_input(x: QuantizedArray, recipe: Recipe) -> None:
-    """Raises ValueError where rows that are quantized already aren't what a recipe makes of an input."""
+    """Raises ValueError unless a quantized x has the format of the recipe's input."""
     cast, block = recipe.input, x.format.block
     if cast.format is not x.format or cast.rotate or cast.stochastic or recipe.delayed or (block and block[0] > 1):
         raise ValueError(
@@ -57,7 +57,7 @@ def check_quantized_input(x: QuantizedArray, recipe: Recipe) -> None:
 
 
 def check_state(recipe: Recipe, state, key, compute: str = "quantized") -> None:
-    """Raises TypeError or ValueError where a recipe needs another state or key."""
+    """Raises TypeError or ValueError for a missing, useless or invalid state or key."""
     if recipe.delayed is not None and state is None and compute == "quantized":
         raise ValueError(f"recipe {recipe} scales by history: pass state=bfp.delayed_state(recipe)")
     if recipe.delayed is None and state is not None:
@@ -71,10 +71,9 @@ def check_state(recipe: Recipe, state, key, compute: str = "quantized") -> None:
 
 
 def stored_weight(weight, recipe: Recipe) -> tuple[Matrix, jax.Array | None]:
-    """Returns the weight, or a stack of them, as the forward takes it, and the carrier of its derivative, or None.
+    """Returns the weight, or a stack of weights, as the forward takes it, and its derivative's carrier or None.
 
-    Raises:
-        ValueError: a quantized weight in another format than the recipe's.
+    Raises ValueError if a quantized weight has another format than the recipe's.
     """
     format = recipe.weight.format
     if isinstance(weight, QuantizedArray):
@@ -96,11 +95,11 @@ def _quantized_here(weight: jax.Array, format: Format) -> QuantizedArray:
 
 
 def transposed_weight(weight: Matrix, recipe: Recipe) -> Matrix:
-    """Transposes the weight [.., out, in] to what dgrad takes, [.., in, out]."""
+    """Transposes the weight [.., out, in] for dgrad, [.., in, out]."""
     if isinstance(weight, QuantizedArray):
         if weight.format.square:
             return weight.mT
-        # Its codes have no exact transpose; its values, in a dtype that holds them all, have.
+        # Its codes have no exact transpose; its values do, in a dtype that represents all of them.
         exact = exact_in_bfloat16(weight.format) and not weight.format.has_tensor_scale
         return dequantize_params(weight, "bfloat16" if exact else "float32").mT
     format = recipe.weight_columnwise.format

@@ -1,4 +1,4 @@
-"""Delayed scaling as explicit state: what a linear layer takes and gives back, and the step between optimizer steps."""
+"""Delayed scaling as explicit state, which layers take and return, and the update after each optimizer step."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from ..params.trees import describe, map_with_path
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DelayedState(Shares):
-    """Amax history and scale of a layer's input and gradient; float32. Stacks of layers (scan, vmap) have leading axes.
+    """Amax histories and scales of a layer's input and gradient, float32. Stacks of layers (scan, vmap) have leading axes.
 
-    `linear` gives back a state whose input history has the new amax. The gradient's amax is known in the backward only: it
-    comes out as the cotangent of the state (entry 0 of `gradient_amax_history`), so differentiate with respect to it:
+    `linear` returns a state whose input history contains the new amax. The gradient's amax is only known in the backward, so it
+    is returned as the state's cotangent (entry 0 of `gradient_amax_history`). Differentiate with respect to the state:
 
         (loss, state), (grads, seen) = bfp.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, state, batch)
         state = bfp.update_scales(state, seen, recipe)
 
-    A layer that runs several times in one step passes the state on from each call to the next, so that it has all amaxes of
-    inputs. Of gradients' amaxes the largest counts, also of several calls with one state, and where a scan or vmap closes over
-    it. `seen` of several microbatches is joined by `jax.tree.map(jnp.maximum, ..)`. `update_scales` refuses amaxes that were
-    added up or averaged; `jax.grad` adds up those of several uses.
+    If a layer runs several times per step, pass the state from each call to the next to record every input amax. Of several
+    gradient amaxes the largest counts, also if calls share one state or if scan or vmap closes over it. Join the `seen` of
+    several microbatches by `jax.tree.map(jnp.maximum, ..)`. `update_scales` rejects amaxes that were added or averaged;
+    `jax.grad` adds those of several uses.
 
     Attributes:
         input_amax_history: [..., history], newest first.
-        input_scale: [...], what the input is multiplied with; 0 before the first update, where casts take the current amax.
+        input_scale: [...], the input's multiplier; 0 before the first update, when casts use the current amax.
         gradient_amax_history: [..., history].
         gradient_scale: [...].
     """
@@ -71,7 +71,7 @@ class DelayedState(Shares):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _SharedState(DelayedState):
-    """A state that is differentiated. Amaxes of gradients go to a carrier [...], which takes the largest of them."""
+    """A state that is differentiated. Gradient amaxes go to a carrier [...], whose cotangent is their maximum."""
 
     carrier: jax.Array | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -91,14 +91,14 @@ class _SharedState(DelayedState):
 
 
 def given_back(state: DelayedState, given: DelayedState) -> DelayedState:
-    """A state after a layer as the caller gave one: with a carrier, or not."""
+    """Returns the new state in the form of the caller's: with or without a carrier."""
     return state.unshared() if given.carrier is None else state
 
 
 def _checked(amax: jax.Array, scale: jax.Array) -> jax.Array:
-    """Passes an amax, float32 [...], on as a cotangent of its own, and its root as that of the scale.
+    """Returns an amax, float32 [...], whose cotangent also sends its square root as the scale's cotangent.
 
-    Of amaxes that are added up or averaged afterwards the roots are others.
+    If amaxes are added or averaged later, the roots no longer match.
     """
 
     def backward(_, wanted, cotangents):
@@ -114,43 +114,40 @@ def _checked(amax: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def cotangent(amax: Callable[[], jax.Array], later: Sequence[jax.Array], varies: explicit.Axes | None) -> jax.Array:
-    """The cotangent of a state's carrier: the amax of a layer's gradient, or that of a later use.
+    """Returns the cotangent of a state's carrier: the maximum of this gradient's amax and those of later uses.
 
-    Args:
-        amax: gives float32 of shape ().
-        later: the cotangent of the carrier that the layer gave back.
-        varies: the mesh axes that the state varies over.
+    `amax` computes float32 (); `later` are cotangents of the returned carrier; the state varies over the mesh axes `varies`.
     """
     newest = scaling.record(jnp.stack([amaxes.as_float(each) for each in later]), amax())[0]
     return amaxes.as_amax(explicit.max_like(newest, varies))
 
 
 def delayed_state(recipe: Recipe | str) -> DelayedState:
-    """The state of a layer before its first step: no history, and scales of 0, which stand for the current amax.
+    """Returns the state of a layer before its first step: empty histories, and scales of 0, which select the current amax.
 
     Raises:
-        ValueError: the recipe doesn't scale by history, or no recipe has this name.
+        ValueError: the recipe doesn't use delayed scaling, or no recipe has this name.
     """
     recipe = _delayed(recipe)
-    # Histories of their own: a step may be given both to overwrite (donate_argnums).
+    # Two separate arrays, because a step may donate both (donate_argnums).
     own, gradients = (jnp.zeros((recipe.delayed.history,), jnp.float32) for _ in range(2))  # pyright: ignore[reportOptionalMemberAccess]
     return DelayedState(own, jnp.float32(0), gradients, jnp.float32(0))
 
 
 def update_scales(states: Any, seen: Any, recipe: Recipe | str, *, axes: Sequence[str] = ()) -> Any:
-    """Updates states for the next step: histories move on, scales follow from them. Once per optimizer step.
+    """Updates histories and scales; call it once per optimizer step.
 
     Args:
-        states: a tree of `DelayedState`, as the layers gave them back.
-        seen: their cotangents, a tree alike.
+        states: a tree of `DelayedState`, as returned by the layers.
+        seen: their cotangents, in the same tree structure.
         recipe: the recipe of these layers.
-        axes: inside shard_map, the mesh axes whose ranks share a scale: data-parallel ones and those that cut activations. All
-            amaxes of the tree go through one integer max-reduction.
+        axes: inside shard_map, the mesh axes whose ranks share a scale: data-parallel axes and axes that cut activations. One
+            integer max-reduction handles all amaxes of the tree.
 
     Raises:
-        ValueError: the recipe doesn't scale by history, an axis is unknown, or a leaf is no state of this recipe or has no
-            cotangent of its shape, or one of amaxes that were added up or averaged: the message names its path. What is traced
-            can't raise: then the gradient's scale is NaN.
+        ValueError: the recipe doesn't use delayed scaling; an axis is unknown; a leaf is not a state of this recipe, has no
+            cotangent of its shape, or has amaxes that were added or averaged (the message names its path). Under tracing the
+            gradient's scale becomes NaN instead.
     """
     recipe = _delayed(recipe)
     options = recipe.delayed
@@ -203,13 +200,10 @@ def update_scales(states: Any, seen: Any, recipe: Recipe | str, *, axes: Sequenc
 
 
 def _mixed(seen: DelayedState) -> jax.Array:
-    """Returns where amaxes were added up or averaged: their roots, which came beside them, aren't those of the sum.
-
-    Raises:
-        ValueError: some were, as is known now.
-    """
+    """Returns where amaxes were added or averaged, so that the roots sent with them don't match; raises ValueError if
+    concrete."""
     amax, root = seen.gradient_amax_history[..., 0], seen.gradient_scale
-    # A cotangent that nobody checked has none.
+    # A cotangent that didn't pass `_checked` has no root.
     mixed = (root != 0) & (jnp.abs(jnp.sqrt(amax) - root) > 1e-5 * root)
     if not isinstance(mixed, Tracer) and mixed.any():
         raise ValueError(
@@ -221,7 +215,7 @@ def _mixed(seen: DelayedState) -> jax.Array:
 
 
 def of_all(states: DelayedState) -> DelayedState:
-    """Joins what layers [count] gave back under vmap that shared a state: the largest amax of any counts."""
+    """Joins the states returned by layers [count] under vmap that share a state, by the maximum of their amaxes."""
     joined = {field.name: jnp.max(getattr(states, field.name), axis=0) for field in fields(DelayedState)}
     if states.carrier is None:
         return DelayedState(**joined)
@@ -236,8 +230,8 @@ def of_all(states: DelayedState) -> DelayedState:
 
 
 def _largest_over(histories: list[jax.Array], axes: Sequence[str]) -> list[jax.Array]:
-    """Reduces the newest entries of histories [history, ...] to the largest over mesh axes, all in one reduction."""
-    # Older entries are equal on all ranks. Where JAX keeps account of what varies it doesn't know that, until they are reduced.
+    """Reduces the newest entries of histories [history, ...] to their maximum over mesh axes, in one reduction."""
+    # Older entries are equal on all ranks, but under varying-axes tracking JAX only knows that after a reduction.
     known = [not explicit.varying(h) & set(axes) for h in histories]
     parts = [h[:1] if k else h for h, k in zip(histories, known, strict=True)]
     together = jnp.concatenate([part.reshape(-1) for part in parts])
@@ -248,7 +242,7 @@ def _largest_over(histories: list[jax.Array], axes: Sequence[str]) -> list[jax.A
 
 
 def _first(history: jax.Array) -> jax.Array:
-    """Moves [..., history] to [history, ...], which the core works on."""
+    """Moves [..., history] to [history, ...], the core's layout."""
     return jnp.moveaxis(history, -1, 0)
 
 

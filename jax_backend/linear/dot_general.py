@@ -1,4 +1,4 @@
-"""`dot_general`: `lax.dot_general` with quantized operands, for libraries whose layers take such a function."""
+"""`dot_general`: `lax.dot_general` with quantized operands, for libraries whose layers accept such a function."""
 
 from __future__ import annotations
 
@@ -32,28 +32,29 @@ def dot_general(
     key: Key | None = None,
     state: DelayedState | None = None,
 ) -> Any:
-    """Computes `jax.lax.dot_general` with the operands of the product and of its gradients quantized as a recipe says.
+    """Computes `jax.lax.dot_general` with the operands of the product and of its gradients quantized by a recipe.
 
-    lhs is the recipe's input and rhs its weight: free axes are flattened, contracted ones too, and then it is `linear` of
-    [tokens, in] and [out, in]; of each pair of matrices, where there are batch axes. Each of these is a tensor of its own, but
-    for delayed scaling: all pairs share one state, and the largest amax counts.
+    lhs is the recipe's input and rhs its weight. Free axes and contracted axes are flattened, and `linear` multiplies [tokens,
+    in] by [out, in], for each pair of matrices if there are batch axes. Each matrix is quantized separately; only a state of
+    delayed scaling is shared by all pairs, with the largest amax.
 
     Args:
         lhs: float32, float16 or bfloat16.
-        rhs: as lhs; or quantized, a matrix that is contracted along its last axis (along its first: in square blocks).
+        rhs: like lhs, or a quantized matrix, contracted along its last axis (or its first, with square blocks).
         dimension_numbers: ((contracted axes of lhs, of rhs), (batch axes of lhs, of rhs)).
-        precision: must be None or a default, or a pair of such: a recipe says how products accumulate.
+        precision: must be None, the default, or a pair of these: the recipe determines how products accumulate.
         preferred_element_type: dtype of the result; lhs's by default.
-        out_sharding: a PartitionSpec or NamedSharding on a mesh with Explicit axes, as the result shall lie; None leaves that
-            to the operands (see `linear`).
+        out_sharding: the result's PartitionSpec or NamedSharding on a mesh with Explicit axes; None derives it from the
+            operands (see `linear`).
         recipe: a `Recipe` or its name.
         key, state: as for `linear`.
 
     Returns:
-        The product; (product, state) where a state is given.
+        The product, or (product, state) if a state is given.
 
     Raises:
-        TypeError, ValueError: as `linear` and `lax.dot_general`; a quantized rhs that isn't contracted as its blocks allow.
+        TypeError, ValueError: as `linear` and `lax.dot_general`; or a quantized rhs is contracted along an axis that its blocks
+            don't allow.
 
     Example:
         >>> layer = flax.nnx.Linear(64, 256, rngs=rngs, dot_general=functools.partial(bfp.dot_general, recipe="mxfp8"))
@@ -67,7 +68,7 @@ def dot_general(
         )
     if isinstance(lhs, QuantizedArray):
         raise TypeError("lhs must be an array in high precision, got a QuantizedArray: the recipe quantizes it")
-    # JAX's own errors of shapes that don't fit.
+    # Raises JAX's own errors for incompatible shapes.
     shapes = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs))
     jax.eval_shape(lambda a, b: lax.dot_general(a, b, dimension_numbers), *shapes)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
@@ -84,7 +85,7 @@ def dot_general(
     if not batch:
         y = linear_to(dtype, x, w, None, recipe, key, state)
     else:
-        # Each matrix has a key of its own.
+        # Each matrix has its own key.
         words = None if key is None else jnp.asarray(ops.key_array(key))
         count = math.prod(batch)
         keys = None if words is None else jax.vmap(lambda i: fold_in(words, i))(jnp.arange(count, dtype=jnp.int32))
@@ -112,14 +113,14 @@ def _is_explicit(x: jax.Array) -> bool:
 def _with_one_contracted(
     name: str, x: jax.Array, contract: tuple[int, ...], batch: tuple[int, ...]
 ) -> tuple[jax.Array, tuple[int, ...]]:
-    """([batch.., free.., contracted], lengths of the free axes)."""
+    """Returns x as [batch.., free.., contracted] and the lengths of the free axes."""
     free = tuple(axis for axis in range(x.ndim) if axis not in contract and axis not in batch)
     moved = jnp.transpose(x, (*batch, *free, *contract))
     return _merged(name, moved, len(batch) + len(free), len(contract)), tuple(x.shape[axis] for axis in free)
 
 
 def _merged(name: str, x: jax.Array, first: int, count: int) -> jax.Array:
-    """Merges `count` axes from the first on into one; raises ValueError where Explicit axes cut another than their first."""
+    """Merges `count` axes starting at `first`; raises ValueError if an Explicit axis cuts any but the first of them."""
     if count == 1:
         return x
     if explicit.mesh_of(x) is not None:

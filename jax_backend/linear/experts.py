@@ -1,4 +1,4 @@
-"""`dispatch` and `combine`: tokens to their experts, as codes and scales, and the experts' results back to the tokens."""
+"""`dispatch` and `combine`: send tokens to their experts as codes and scales, and the experts' results back."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from .experts_route import Route
 @partial(jax.tree_util.register_dataclass, data_fields=("tokens", "counts", "fits", "_route"), meta_fields=("recipe",))
 @dataclass(frozen=True)
 class Received:
-    """The rows that came to this rank's experts, from `dispatch`, sorted by expert.
+    """The rows received by this rank's experts from `dispatch`, sorted by expert.
 
     Attributes:
-        tokens: [bound, in], a `QuantizedArray` in the recipe's format of inputs; values where it has none. Zeros follow the
-            last row that came.
-        counts: int32 [own experts], the rows of each: `grouped_linear`'s group_sizes.
-        fits: bool (), True where every rank's rows found room in its bound, and all experts are there. Where it is False no row
-            travels, and `combine` gives NaN.
+        tokens: [bound, in], a `QuantizedArray` in the recipe's input format, or values if it has none. Zeros follow the last
+            received row.
+        counts: int32 [own experts], rows per expert: `grouped_linear`'s group_sizes.
+        fits: bool (), whether the rows of every rank fit its bound and all expert numbers are valid. If not, no rows are sent
+            and `combine` returns NaN.
         recipe: the `Recipe`, or None.
     """
 
@@ -56,31 +56,31 @@ def dispatch(
     axis: str | None = None,
     bound: int | None = None,
 ) -> Received:
-    """Sends each token to its experts, as codes and scales.
+    """Sends each token to its experts as codes and scales.
 
-    A token is quantized once, as the recipe's input. Its codes and scales travel and are put in order, and `grouped_linear`
-    multiplies them as they are. What arrives is, bit for bit, the quantization of what would arrive as values: by blocks of a
-    row, or by one scale, of the largest magnitude among the tokens of all ranks, in formats that have one. wgrad's operand is
-    quantized of the values that arrived. Gradients of the rows come back in x's dtype.
+    A token is quantized once, as the recipe's input. Its codes and scales are sent and sorted, and `grouped_linear` multiplies
+    them. The result equals, bit for bit, quantizing received values: in blocks of a row, or with one scale from the largest
+    magnitude among all ranks' tokens if the format has a tensor scale. wgrad's operand is quantized from the received values.
+    Gradients of the rows return in x's dtype.
 
-    Inside shard_map `axis` divides the experts evenly: rank 0 has the first ones. Rows travel by one `ragged_all_to_all` on
-    GPUs, elsewhere by an `all_to_all` of buckets of equal length.
+    Inside shard_map `axis` divides the experts evenly, starting at rank 0. Rows travel in one `ragged_all_to_all` on GPUs,
+    elsewhere in an `all_to_all` of buckets of equal length.
 
     Args:
-        x: float32, float16 or bfloat16 [tokens, in], of this rank.
-        experts: int32 [tokens, k] (or [tokens]), the numbers of each token's experts among those of all ranks; -1 for none.
-        num_experts: how many there are on all ranks.
-        recipe: a `Recipe` or its name; None lets values travel.
-        axis: inside shard_map, the mesh axis that divides the experts (`grouped_linear`'s `expert_axis`); None: this rank has
-            all.
-        bound: rows that each rank has room for, the same on all. The default is what all ranks could send to one; a smaller one
-            saves memory and time. No token is dropped: where a rank would get more rows, or a number is no expert's, all ranks'
-            results of `combine` are NaN, and `fits` is False.
+        x: float32, float16 or bfloat16 [tokens, in], this rank's tokens.
+        experts: int32 [tokens, k] (or [tokens]), each token's expert numbers among all ranks' experts; -1 for none.
+        num_experts: number of experts on all ranks.
+        recipe: a `Recipe` or its name; None sends values.
+        axis: inside shard_map, the mesh axis that divides the experts (`grouped_linear`'s `expert_axis`); None if this rank has
+            all experts.
+        bound: maximum number of rows per rank, equal on all ranks. The default fits all rows of all ranks; a smaller bound
+            saves memory and time. No token is dropped: if a rank would receive more rows, or an expert number is invalid,
+            `combine` returns NaN on all ranks and `fits` is False.
 
     Raises:
-        TypeError, ValueError: x or experts have other shapes or dtypes, the ranks don't divide the experts, or rows of the
-            recipe's input can't travel quantized: it has blocks of several rows, a rotation, or scales of earlier amaxes; or x
-            or experts are cut over Explicit axes outside shard_map.
+        TypeError, ValueError: x or experts have a wrong shape or dtype; the ranks don't divide the experts; the recipe's input
+            can't be sent as codes (blocks of several rows, a rotation, delayed scaling); or x or experts are cut over Explicit
+            axes outside shard_map.
 
     Example:
         >>> received = bfp.dispatch(x, experts, 8, recipe="mxfp8", axis="expert")
@@ -105,23 +105,23 @@ def dispatch(
 
 
 def combine(y: jax.Array, received: Received, weights: jax.Array | None = None) -> jax.Array:
-    """Sends the experts' results back, in their dtype, and adds up those of each token.
+    """Sends the experts' results back, in their dtype, and sums those of each token.
 
-    Sums are made in fp32, in the order of each token's experts, and rounded once to y's dtype. In the backward the gradient of
-    each row is quantized on its token's rank, as the recipe's gradient, and travels as codes and scales, where the format's
-    scales are powers of two and rounding is to nearest: MX and FP8 blocks. It arrives as values of codes, which the layer's own
-    cast leaves as they are. In other formats that would round twice, and gradients travel in y's dtype.
+    Sums are computed in fp32, in the order of each token's experts, and rounded once to y's dtype. In the backward, each row's
+    gradient is quantized on its token's rank, as the recipe's gradient, and sent as codes and scales if the format has
+    power-of-two block scales (MX, FP8 blocks) and rounds to nearest; the layer's own cast doesn't change these values again.
+    Other formats would round twice, so their gradients are sent in y's dtype.
 
     Args:
-        y: float32, float16 or bfloat16 [bound, out], sorted as `received.tokens`.
+        y: float32, float16 or bfloat16 [bound, out], in the order of `received.tokens`.
         received: from `dispatch`.
-        weights: [tokens, k], what each expert's result is multiplied with; None for 1.
+        weights: [tokens, k], factors of the experts' results; None for 1.
 
     Returns:
-        [tokens, out] in y's dtype; NaN where `received.fits` is False.
+        [tokens, out] in y's dtype; NaN if `received.fits` is False.
 
     Raises:
-        TypeError, ValueError: y or weights don't fit what was dispatched.
+        TypeError, ValueError: y or weights don't match the dispatch.
     """
     if not isinstance(received, Received):
         raise TypeError(f"received must be what dispatch gave, got {type(received).__name__}")
@@ -144,11 +144,7 @@ def combine(y: jax.Array, received: Received, weights: jax.Array | None = None) 
 
 
 def check_recipe(recipe: Recipe) -> Recipe:
-    """Returns a recipe by which tokens can be dispatched.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Returns the recipe; raises ValueError if tokens can't be dispatched with it."""
     if recipe.delayed is not None:
         raise ValueError(
             f"recipe {recipe} scales by amaxes of earlier steps, which each layer keeps for itself, and tokens are quantized "
@@ -162,7 +158,7 @@ def check_recipe(recipe: Recipe) -> Recipe:
 
 
 def _checked(x, experts, num_experts: int, axis: str | None) -> tuple[jax.Array, jax.Array, int]:
-    """Returns x, the experts [tokens, k] and the number of ranks."""
+    """Returns x, the experts [tokens, k] and the number of ranks; raises TypeError or ValueError for invalid arguments."""
     if isinstance(x, QuantizedArray) or not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(f"x must be an array in high precision, got {type(x).__name__}: dispatch quantizes it, with recipe=")
     if np.dtype(x.dtype).name not in ("float32", "float16", "bfloat16") or x.ndim != 2:
@@ -182,13 +178,13 @@ def _checked(x, experts, num_experts: int, axis: str | None) -> tuple[jax.Array,
 
 
 def _sent(x: jax.Array, format: Format, eps: float, route: Route, *, of_tokens: bool) -> QuantizedArray:
-    """Quantizes rows and sends their codes, with scales of their own beside them.
+    """Quantizes rows and sends their codes together with their scales.
 
-    A row that isn't finite gets NaN scales, as overflow shows in layers; with a scale of the whole tensor all rows do.
+    A row that isn't finite gets NaN scales, as layers show overflow; with a tensor scale all rows do.
     """
     amax = None
     if format.has_tensor_scale and route.axis is not None:
-        # That of a tensor is the same in every format.
+        # The amax of a tensor is the same in every format.
         amax = explicit.max_over(ops.amax(x, format=FP8_E4M3).blocks, (route.axis,))
     q = wrap_parts(ops.quantize(x, None, amax, format=format, eps=eps_for(format, eps)), format, x)
     if format.has_tensor_scale:
@@ -208,7 +204,7 @@ def _sent(x: jax.Array, format: Format, eps: float, route: Route, *, of_tokens: 
 
 
 def _linked(result: Any, route: Route, x: jax.Array, *, of_tokens: bool) -> Any:
-    """Gives what became of x on its way the derivative of the way."""
+    """Gives the result of sending x the corresponding derivative."""
     if not isinstance(x, Tracer):
         return result
     over, like = explicit.varying(x), [jax.typeof(result).to_tangent_aval()]
@@ -226,7 +222,7 @@ def _linked(result: Any, route: Route, x: jax.Array, *, of_tokens: bool) -> Any:
 
 
 def _returned(y: jax.Array, route: Route, recipe: Recipe | None) -> jax.Array:
-    """[pairs, out]: what came back for each pair."""
+    """Returns the rows sent back for each pair, [pairs, out]."""
     rows = route.give_back(lax.stop_gradient(y))
     if not isinstance(y, Tracer):
         return rows
@@ -249,7 +245,7 @@ def _returned(y: jax.Array, route: Route, recipe: Recipe | None) -> jax.Array:
 
 
 def _keeps_values(cast: Cast) -> bool:
-    """Returns True where rows keep their values when they are quantized once more, if maybe by other scales and codes."""
+    """Returns whether quantizing a row's dequantized values again, in other blocks, keeps the values."""
     format = cast.format
     if format is None or format.has_tensor_scale or cast.stochastic or cast.rotate:
         return False

@@ -1,7 +1,7 @@
-"""The way of tokens to their experts and back, between the ranks of a mesh axis or within one: which row goes where.
+"""The route of tokens to their experts and back, across a mesh axis or within one rank.
 
-Rows arrive as `blockfp.sharding.dispatching` says: by expert, then by rank, then by token. Every step is a gather, by indices
-that are worked out once, so no sum depends on an order, in either direction.
+Received rows are in the order of `blockfp.sharding.dispatching`: by expert, rank, token. Every step is a gather with
+precomputed indices, so no sum depends on an order, in either direction.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from .tiles import gather_rows
 class Route:
     """The route of one rank's tokens.
 
-    A pair is one of a token's choices; pairs are numbered token by token. Sorted pairs are those of expert 0, of expert 1, ..
+    A pair is one of a token's choices; pairs are numbered token by token. Sorted pairs are ordered by expert.
 
     Attributes:
         fits: see `Received`.
-        order: int32 [pairs], the pair that each sorted pair is.
-        place: int32 [pairs], where each pair is among the sorted ones.
+        order: int32 [pairs], the pair at each sorted position.
+        place: int32 [pairs], the sorted position of each pair.
         sent, received: int32 [ranks], rows for and from each rank.
-        there, back: int32 [ranks], where this rank's rows begin among those that each rank receives, on the way there and back.
-        arrived: int32 [bound], of each row in the order of experts the number with which it arrived; -1 for none.
+        there, back: int32 [ranks], offset of this rank's rows among those that each rank receives, on the way there and back.
+        arrived: int32 [bound], the arrival number of each row in expert order; -1 for none.
         left: int32 [bound], the inverse.
-        tokens, choices: of this rank; each token's.
+        tokens, choices: tokens on this rank, and experts per token.
         axis: the mesh axis, or None.
     """
 
@@ -56,16 +56,10 @@ class Route:
     @classmethod
     @partial(jax.jit, static_argnums=(0, 2, 3, 4))
     def of(cls, chosen: jax.Array, experts: int, axis: str | None, bound: int) -> tuple[Route, jax.Array]:
-        """Works out the route of tokens with these choices.
+        """Returns the route of tokens with these choices, and the rows per expert of this rank, int32.
 
-        Args:
-            chosen: int32 [tokens, choices], experts; -1 for none.
-            experts: how many there are on all ranks.
-            axis: the mesh axis that divides the experts, or None.
-            bound: rows that a rank has room for.
-
-        Returns:
-            (route, int32 [experts of this rank], the rows of each).
+        `chosen` is int32 [tokens, choices], -1 for none; `experts` counts all ranks' experts, which `axis` divides; `bound` is
+        the maximum number of rows per rank.
         """
         tokens, choices = chosen.shape
         pairs = chosen.reshape(-1)
@@ -80,13 +74,13 @@ class Route:
             ranks, rank = lax.axis_size(axis), explicit.axis_index(axis)
             counts = lax.all_gather(counts[0], axis)
         counts, wrong = counts[:, :-1].reshape(ranks, ranks, -1), counts[:, -1]
-        # [from, to], and the places of each rank's rows among those that another receives.
+        # [from, to], and the offsets of each rank's rows among those that another rank receives.
         rows = counts.sum(axis=-1)
         fits = (rows.sum(axis=0) <= bound).all() & (wrong == 0).all()
         counts, rows = jnp.where(fits, counts, 0), jnp.where(fits, rows, 0)
         there, back = _before(rows, axis=0)[rank], _before(rows, axis=1)[:, rank]
         mine = counts[:, rank]
-        # A segment is what one rank sent to one expert: rows arrive rank by rank, and lie expert by expert.
+        # A segment holds one rank's rows for one expert: rows arrive by rank and are stored by expert.
         arrived = _segments(mine.T.reshape(-1), _starts(mine).T.reshape(-1), bound)
         left = _segments(mine.reshape(-1), _starts(mine.T).T.reshape(-1), bound)
         route = cls(fits, order, place, rows[rank], rows[:, rank], there, back, arrived, left, tokens, choices, axis)
@@ -94,18 +88,18 @@ class Route:
 
     @partial(jax.jit, static_argnames="of_tokens")
     def send(self, rows: jax.Array, *, of_tokens: bool) -> jax.Array:
-        """Sends rows of tokens [tokens, ..] to each of their experts, or those of pairs [pairs, ..]; gives [bound, ..]."""
+        """Sends rows [tokens, ..] to each of their experts, or rows of pairs [pairs, ..]; returns [bound, ..]."""
         rows = gather_rows(rows, self.order // self.choices if of_tokens else self.order)
         return gather_rows(self._travelled(rows, self.sent, self.received, self.there, self.left.shape[0]), self.arrived)
 
     @jax.jit
     def give_back(self, rows: jax.Array) -> jax.Array:
-        """Returns the experts' rows [bound, ..] to where they came from; gives [pairs, ..], zeros for a pair without expert."""
+        """Sends the experts' rows [bound, ..] back; returns [pairs, ..], zeros for a pair without expert."""
         rows = gather_rows(rows, self.left)
         return gather_rows(self._travelled(rows, self.received, self.sent, self.back, self.order.shape[0]), self.place)
 
     def _travelled(self, rows: jax.Array, sent: jax.Array, received: jax.Array, places: jax.Array, room: int) -> jax.Array:
-        """Sends the first sent[0] rows to rank 0, the next to rank 1, ..; gives what arrives likewise, zeros up to `room`."""
+        """Sends the first sent[0] rows to rank 0, the next to rank 1, ..; returns received rows by rank, zeros up to `room`."""
         if self.axis is None:
             index = jnp.arange(room, dtype=jnp.int32)
             return gather_rows(rows, jnp.where(index < jnp.minimum(sent[0], rows.shape[0]), index, -1))
@@ -122,13 +116,13 @@ def _before(x: jax.Array, axis: int) -> jax.Array:
 
 
 def _starts(counts: jax.Array) -> jax.Array:
-    """Start of each segment of [a, b] if they lie one after the other, those of a row side by side."""
+    """Returns the start of each segment of [a, b], stored row by row without gaps."""
     flat = counts.reshape(-1)
     return _before(flat, axis=0).reshape(counts.shape)
 
 
 def _segments(sizes: jax.Array, starts: jax.Array, room: int) -> jax.Array:
-    """int32 [room]: the numbers of segments' elements, one segment after the other; -1 behind the last."""
+    """Returns int32 [room]: the indices of segments' elements, segment after segment; -1 after the last."""
     ends = jnp.cumsum(sizes)
     index = jnp.arange(room, dtype=jnp.int32)
     segment = jnp.minimum(jnp.searchsorted(ends, index, side="right"), sizes.shape[0] - 1)
@@ -137,7 +131,7 @@ def _segments(sizes: jax.Array, starts: jax.Array, room: int) -> jax.Array:
 
 
 def _in_buckets(rows, sent, received, places, *, room: int, bucket: int, axis: str) -> jax.Array:
-    """Sends as many rows to each rank as any could get, filled up with zeros."""
+    """Sends buckets to all ranks, each large enough for any number of rows, padded with zeros."""
     place = jnp.arange(bucket, dtype=jnp.int32)[None]
     index = jnp.where(place < sent[:, None], _before(sent, axis=0)[:, None] + place, -1)
     buckets = gather_rows(rows, index.reshape(-1)).reshape(*index.shape, *rows.shape[1:])

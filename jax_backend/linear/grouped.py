@@ -1,6 +1,6 @@
-"""`grouped_linear`: a weight for each of several groups of tokens (mixture of experts), as many tokens each as it happens.
+"""`grouped_linear`: a separate weight for each group of tokens (mixture of experts), with any number of tokens per group.
 
-`tiles` makes the operands. The weights' matrices may be cut by FSDP's axes, and the groups divided over another one.
+`tiles` makes the operands. FSDP axes may cut the weights' matrices, and another axis may divide the groups.
 """
 
 from __future__ import annotations
@@ -46,38 +46,39 @@ def grouped_linear(
     data_axes: Sequence[str] = (),
     expert_axis: str | None = None,
 ) -> Any:
-    """Computes `linear` of group after group of x's rows, each with a weight of its own.
+    """Computes `linear` for consecutive groups of x's rows, each with its own weight.
 
-    Each group's rows are a tensor of their own: they have their own amaxes, and columnwise blocks begin at their first row.
-    With delayed scaling all groups share one state, whose amaxes are the largest of any group's.
+    Each group is quantized as its own tensor: it has its own amaxes, and columnwise blocks begin at its first row. With delayed
+    scaling all groups share one state, with the largest amax of any group.
 
-    Products run as those of `linear`: of all groups at once (`grouped_products`), or in spans of rows (`grouped_spans`).
+    Products run like those of `linear`, for all groups at once (`grouped_products`) or in spans of rows (`grouped_spans`).
 
-    Inside shard_map a weight of `shard_params` whose matrices are cut over axes among `data_axes` (FSDP) is gathered, codes
-    and scales, and its gradient is summed over all of `data_axes` and scattered like it. `expert_axis` divides the groups:
-    each rank has whole matrices of some (of the spec P(expert_axis, ..)), and x holds the tokens of these. One axis more is
-    tensor parallelism, as for `linear`: it cuts out (then y is cut) or in (then x must be, and y is summed), evenly and between
+    Inside shard_map, a weight from `shard_params` whose matrices are cut over axes in `data_axes` (FSDP) is gathered as codes
+    and scales; its gradient is summed over all `data_axes` and scattered in the same way. `expert_axis` divides the groups:
+    each rank has whole matrices of some groups (spec P(expert_axis, ..)), and x holds their tokens. A further axis is tensor
+    parallelism, as in `linear`: it cuts out (then y is cut) or in (then x must be cut, and y is summed), evenly and between
     blocks.
 
     Args:
-        x: float32, float16 or bfloat16 [tokens, in], the rows of group 0 first, then those of group 1, ..; or quantized, as
-            `dispatch` gives them: these codes are multiplied, and wgrad's operand is quantized of their values.
-        weight: [groups, out, in], quantized matrix by matrix (`quantize_params`), or with scales that all groups share (as
-            `quantize` of all of it gives, and PyTorch's `GroupedLinear` has); or in high precision.
-        group_sizes: int32 [groups], rows of each; their sum is at most tokens (checked unless traced). Rows beyond give zeros.
+        x: float32, float16 or bfloat16 [tokens, in], sorted by group; or quantized by `dispatch`: then these codes are
+            multiplied, and wgrad's operand is quantized from their values.
+        weight: [groups, out, in], quantized matrix by matrix (`quantize_params`), quantized as a whole with shared scales
+            (`quantize`, PyTorch's `GroupedLinear`), or in high precision.
+        group_sizes: int32 [groups], rows per group; their sum is at most tokens (checked unless traced). Rows beyond give
+            zeros.
         bias: [groups, out], or None.
         recipe: a `Recipe` or its name.
         key: as for `linear`.
         state: for recipes with delayed scaling, see `DelayedState`.
         data_axes: inside shard_map, the mesh axes that divide each group's tokens, in the mesh's order.
-        expert_axis: inside shard_map, the mesh axis that divides the groups; none of `data_axes`.
+        expert_axis: inside shard_map, the mesh axis that divides the groups; not in `data_axes`.
 
     Returns:
-        y [tokens, out] in x's dtype; (y, state) where a state is given.
+        y [tokens, out] in x's dtype, or (y, state) if a state is given.
 
     Raises:
-        TypeError, ValueError: as `linear`; group_sizes that aren't one integer for each weight; a weight that a
-            tensor-parallel axis cuts unevenly or inside blocks; an operand that is cut over Explicit axes outside shard_map.
+        TypeError, ValueError: as `linear`; group_sizes are not one integer per weight; a tensor-parallel axis cuts a weight
+            unevenly or inside blocks; or an operand is cut over Explicit axes outside shard_map.
     """
     recipe = recipes.for_linear(recipe)
     check_tensors(x, weight, bias, grouped=True)
@@ -98,7 +99,7 @@ def grouped_linear(
     if group_sizes.shape != (groups,) or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(f"group_sizes must be {groups} integers, got {group_sizes.dtype} {group_sizes.shape}")
     if not isinstance(given, Tracer):
-        # In NumPy: under a trace JAX's own sums are traced, of concrete arrays too.
+        # In NumPy, because under a trace JAX traces sums even of concrete arrays.
         counts = np.asarray(given)
         if counts.min(initial=0) < 0 or counts.sum() > x.shape[0]:
             raise ValueError(f"group_sizes must be 0 or more, and in sum at most the {x.shape[0]} rows of x, got {counts}")
@@ -118,11 +119,11 @@ def grouped_linear(
 
 @dataclass(frozen=True)
 class _GroupedLinear(Layer):
-    """A layer of one matrix for each group.
+    """A layer with one matrix per group.
 
     Attributes:
         expert_axis: the mesh axis that divides the groups, or None.
-        tile: rows of a tile.
+        tile: rows per tile.
         at_once: whether the CUDA library multiplies all groups at once (`grouped_products`).
     """
 
@@ -131,7 +132,7 @@ class _GroupedLinear(Layer):
     at_once: bool
 
     def _scaling(self, multiplier, tiles: Tiles, key: jax.Array | None = None, *, gradient: bool = False) -> Scaling:
-        # Groups are numbered over all ranks, so that dividing them changes no random bit.
+        # Groups are numbered over all ranks, so dividing them doesn't change random bits.
         groups = tiles.sizes.shape[0]
         first = 0 if self.expert_axis is None else explicit.axis_index(self.expert_axis) * groups
         cut = self.placement.tensor if self.placement.kind == ("column" if gradient else "row") else None
@@ -215,7 +216,7 @@ def _check_axes(placement: LayerPlacement, expert_axis: str | None) -> None:
 
 
 def _check_cut(placement: LayerPlacement, recipe: Recipe) -> None:
-    """Raises ValueError where tensor parallelism cuts features unevenly, or inside blocks."""
+    """Raises ValueError if tensor parallelism cuts features unevenly or inside blocks."""
     if placement.tensor is None or placement.weight is None:
         return
     column = placement.kind == "column"

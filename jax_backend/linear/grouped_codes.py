@@ -1,7 +1,7 @@
-"""Codes and scales of groups of rows as the CUDA library quantizes and multiplies them: one call for all groups, no host.
+"""Codes and scales of grouped rows in the CUDA library's layout: one call for all groups, without the host.
 
-They lie as `blockfp.definition.groups` says. Tiles of 128 rows, side by side, are the same columns. So what stands in on other
-devices goes through tiles, and so do casts that the library has no kernel for, and derivatives of derivatives.
+`blockfp.definition.groups` defines the layout. Concatenated tiles of 128 rows have the same columns, so the other
+implementations work on tiles: those for other devices, for casts without a kernel, and for second derivatives.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from .tiles import Scaling, Tiles, gather_rows, quantize_tiles, turn_tiles
 )
 @dataclass(frozen=True)
 class GroupCodes:
-    """Rows of groups, quantized along the rows or along the columns; or their values.
+    """Rows of groups, quantized along the rows or columns; or their values.
 
     Attributes:
-        codes: uint8 [tokens, features], packed; columnwise [features, columns], each group's filled up with zeros to `UNIT`. Of
-            values in `dtype`.
-        scales: one for each group, float32 [groups]; one for each block, as `definition.groups` says. None for values.
-        tensor_scale: float32 [groups], of formats of two levels; else None.
+        codes: uint8 [tokens, features], packed; columnwise [features, columns], each group padded with zeros to `UNIT`. Values
+            are in `dtype`.
+        scales: float32 [groups] for one scale per group, else one per block (`definition.groups`); None for values.
+        tensor_scale: float32 [groups] for formats with two levels, else None.
         format: the format, or None for values.
-        columns: how many codes there are in a row, which packing hides.
-        dtype: of the rows that were quantized.
-        columnwise: True for codes along the columns.
+        columns: codes per row, which packing hides.
+        dtype: dtype of the original rows.
+        columnwise: whether codes run along the columns.
     """
 
     codes: jax.Array
@@ -61,7 +61,7 @@ class GroupCodes:
 
     @classmethod
     def of_tiles(cls, q: QuantizedArray | jax.Array, tiles: Tiles, *, columnwise: bool) -> GroupCodes:
-        """Lays out what `quantize_tiles` made of tiles of `UNIT` rows, of which columns have blocks of one row."""
+        """Converts the result of `quantize_tiles` with tiles of `UNIT` rows; formats have blocks of one row."""
         count = columns_for(tiles.target.shape[0], tiles.sizes.shape[0]) // UNIT
 
         def laid(x: jax.Array) -> jax.Array:
@@ -75,7 +75,7 @@ class GroupCodes:
             return cls(laid(q), None, None, None, columns, np.dtype(q.dtype), columnwise)
 
         def of_groups(x: jax.Array) -> jax.Array:
-            # An empty group has no tile, and nobody asks for its scale.
+            # An empty group has no tile; its scale is unused.
             first = (jnp.cumsum(tiles.filled) - tiles.filled) // UNIT
             return jnp.broadcast_to(x.reshape(-1), tiles.group.shape)[first]
 
@@ -86,7 +86,7 @@ class GroupCodes:
 
     @classmethod
     def of_rows(cls, q: QuantizedArray, tiles: Tiles) -> GroupCodes:
-        """Lays out rows that are quantized already, [tokens, features]; groups with a NaN scale have no other."""
+        """Converts quantized rows [tokens, features]; a group that contains a NaN scale gets only NaN scales."""
         scales, tensor_scale, count = q.scales, q.tensor_scale, tiles.sizes.shape
         if q.format.per_tensor:
             scales = jnp.broadcast_to(scales.reshape(1), count)
@@ -104,13 +104,13 @@ class GroupCodes:
 
     @classmethod
     def turned(cls, q: QuantizedArray, tiles: Tiles, cast: Cast, scaling: Scaling) -> GroupCodes | None:
-        """Makes the columnwise form of such rows (`blockfp.definition.recoding`)."""
+        """Quantizes the columnwise form of quantized rows (`blockfp.definition.recoding`)."""
         if cast.format is not None and keeps_codes(q.format, cast.format, cast.rotate):
             return cls.of_tiles(turn_tiles(q, tiles, cast, scaling), tiles, columnwise=True)
         return quantize_groups(q.dequantize(value_dtype(q.dtype.name)), tiles, (None, cast), scaling)[1]
 
     def tiles(self, tiles: Tiles) -> QuantizedArray | jax.Array:
-        """Undoes `of_tiles`."""
+        """Inverts `of_tiles`."""
         count = tiles.group.shape[0]
 
         def apart(x: jax.Array, unit: int) -> jax.Array:
@@ -144,7 +144,7 @@ def _filled(x: jax.Array, count: int) -> jax.Array:
 def quantize_groups(
     x: jax.Array, tiles: Tiles, casts: tuple[Cast | None, Cast | None], scaling: Scaling
 ) -> tuple[GroupCodes | None, GroupCodes | None]:
-    """Quantizes groups of rows x [tokens, size] along the rows and the columns, by a cast each; None for none."""
+    """Quantizes groups of rows x [tokens, size] along the rows and the columns; a cast of None skips a direction."""
     row, column = casts
     if (
         row is not None
@@ -158,11 +158,11 @@ def quantize_groups(
 
 
 def _has_kernel(cast: Cast, scaling: Scaling, *, columnwise: bool) -> bool:
-    """Returns True where the library has a kernel for a cast of all groups."""
+    """Returns whether the library has a kernel for this cast of all groups."""
     format = cast.format
     if format is None or format.scale.four_over_six or (cast.rotate and not (columnwise and cuda_rotates(format))):
         return False
-    # The library measures the amaxes of what is here, and counts random bytes from here.
+    # The library takes amaxes and indexes random bytes within the local features only.
     of_all = cast.stochastic or (format.has_tensor_scale and scaling.multiplier is None)
     return scaling.cut is None or not of_all
 
@@ -185,7 +185,7 @@ def _by_tiles(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, *, colum
 def _by_kernel(
     x: jax.Array, tiles: Tiles, casts: tuple[Cast | None, Cast | None], scaling: Scaling
 ) -> tuple[GroupCodes | None, GroupCodes | None]:
-    """Quantizes directions of the same format by the library's kernel; by tiles on other devices."""
+    """Quantizes directions of the same format by the library's kernel, or by tiles on other devices."""
     (format,) = {cast.format for cast in casts if cast is not None}
     assert format is not None
     tokens, count = x.shape[0], tiles.sizes.shape[0]
@@ -222,7 +222,7 @@ def _by_kernel(
 
 
 def on_device(kernel: Callable[..., Any], definition: Callable[..., Any], *operands: Any) -> Any:
-    """Runs the kernel on CUDA devices and the definition elsewhere; what they give varies as the operands do."""
+    """Runs the kernel on CUDA devices and the definition elsewhere; results vary over the operands' mesh axes."""
     over = frozenset().union(*(explicit.varying(leaf) for leaf in jax.tree.leaves(operands)))
 
     def varying(run):

@@ -1,11 +1,11 @@
-"""The products of `grouped_linear` for all groups at once, by the CUDA library on Hopper; the groups' ends stay on the device.
+"""Products of `grouped_linear` for all groups at once, by the CUDA library on Hopper; group ends stay on the device.
 
-    rows       y [tokens, n]             rows of a group times its own weight       forward, dgrad
-    columns    weight [groups, n, k]     what a group's rows contract to            wgrad
+    rows       y [tokens, n]             each group's rows times its weight         forward, dgrad
+    columns    weight [groups, n, k]     contraction over each group's rows         wgrad
 
-FP8 per tensor and in blocks is multiplied on codes, and so is MX once it is aligned. All else is dequantized, all groups in one
-launch, to bfloat16, and multiplied by the same kernel; scales of whole groups multiply its sums, in fp32. What stands in on
-other devices are the spans of `grouped_spans`.
+FP8 per tensor and in blocks is multiplied as codes, and so is aligned MX. Other formats are dequantized to bfloat16, all groups
+in one launch, and multiplied by the same kernel; scales of whole groups multiply the fp32 sums. Other devices use the spans of
+`grouped_spans`.
 """
 
 from __future__ import annotations
@@ -29,16 +29,13 @@ from .grouped_spans import by_columns, by_rows
 from .products import Matrix, capability
 from .tiles import Tiles, gather_rows
 
-_Pair = tuple[jax.Array, jax.Array]  # codes and scales, or values and the scales of groups
+_Pair = tuple[jax.Array, jax.Array]  # codes and scales, or values and group scales
 
 
 def all_at_once(recipe: Recipe, dtype: np.dtype, weight_dtype: np.dtype) -> bool:
-    """Returns True where the CUDA library multiplies all groups at once, in all three products of a recipe.
+    """Returns whether the CUDA library can run all three products of a recipe for all groups at once.
 
-    Args:
-        recipe: the recipe.
-        dtype: of x and the gradient.
-        weight_dtype: of the weight, if its values are multiplied.
+    `dtype` is that of x and the gradient; `weight_dtype` applies if the weight's values are multiplied.
     """
     if not choice.has_gpu() or choice.would_be_partitioned() or choice.missing("ffi") is not None or capability() != HOPPER:
         return False
@@ -67,9 +64,9 @@ def all_at_once(recipe: Recipe, dtype: np.dtype, weight_dtype: np.dtype) -> bool
 
 
 def _mode(a: Format | None, b: Format | None, *, exact: bool) -> Mode | None:
-    """The mode of `kernels.routes` in which Hopper multiplies codes of groups; None where it doesn't."""
+    """Returns the mode of `kernels.routes` in which Hopper multiplies grouped codes, or None."""
     if a is None or b is None or a.per_tensor != b.per_tensor:
-        # A scale for each group and one for each block don't go together.
+        # Group scales and block scales can't be combined.
         return None
     mode = route(a, b, platform="cuda", capability=HOPPER, exact=exact).mode
     return mode if mode in ("tensor", "block", "aligned") else None
@@ -86,13 +83,13 @@ def multiply_rows(
     exact: bool,
     turned: bool = False,
 ) -> jax.Array:
-    """Multiplies rows with their group's weight, and adds its bias; zeros for rows beyond all groups.
+    """Multiplies rows with their group's weight and adds its bias; zeros for rows beyond all groups.
 
     Args:
         x: [tokens, k].
-        weight: [groups, n, k]; or with `turned` stored as [groups, k, n], in square blocks.
-        tiles: where groups lie.
-        dtype: of the product, [tokens, n].
+        weight: [groups, n, k]; with `turned`, stored as [groups, k, n] in square blocks.
+        tiles: positions of the groups.
+        dtype: dtype of the product [tokens, n].
         bias: [groups, n], or None.
         fast, exact: as for `products.product`.
         turned: see `weight`.
@@ -122,7 +119,7 @@ def multiply_rows(
 
 
 def multiply_columns(a: GroupCodes, b: GroupCodes, tiles: Tiles, dtype, *, fast: bool, exact: bool) -> jax.Array:
-    """[groups, m, n]: the products of each group's columns of a [m, columns] and b [n, columns], transposed."""
+    """Returns [groups, m, n]: products of each group's columns of a [m, columns] and of b [n, columns], transposed."""
     mode = _mode(a.format, b.format, exact=exact)
 
     def kernel(a, b, tiles):
@@ -135,7 +132,7 @@ def multiply_columns(a: GroupCodes, b: GroupCodes, tiles: Tiles, dtype, *, fast:
 
         def of_filled(x: GroupCodes) -> _Pair:
             codes, scales = operand(x)
-            # Of an empty group they may be anything, and a sum of nothing is multiplied with them.
+            # Scales of an empty group are undefined, and its sum of nothing is multiplied by them.
             return codes, jnp.where(tiles.sizes > 0, scales, 1) if scales.ndim == 1 else scales
 
         options = {"capability": capability(), "along_k": True, "fast": fast}
@@ -158,7 +155,7 @@ def _turned(weight: QuantizedArray) -> QuantizedArray:
 
 
 def _aligned(x: GroupCodes | QuantizedArray, *, turned: bool = False) -> _Pair:
-    """MX codes with a scale for 128 elements; blocks begin with a group, so each row is shifted by itself."""
+    """Returns MX codes aligned to one scale per 128 elements. Blocks begin with a group, so rows are aligned separately."""
     assert x.format is not None
     assert x.scales is not None
     made = cuda.align(Quantized(x.codes, x.scales, None), x.format, x.columns, turned=turned)
@@ -166,7 +163,7 @@ def _aligned(x: GroupCodes | QuantizedArray, *, turned: bool = False) -> _Pair:
 
 
 def _values(x: GroupCodes) -> _Pair:
-    """The values in bfloat16, and the scales of whole groups, or 1."""
+    """Returns values in bfloat16 and group scales, or 1."""
     if x.format is None:
         return x.codes.astype(jnp.bfloat16), jnp.ones(1, jnp.float32)
     assert x.scales is not None
@@ -181,7 +178,7 @@ def _values_of_weight(x: Matrix) -> _Pair:
 
 
 def _dequantized(codes, scales, tensor_scale, format: Format, columns: int) -> _Pair:
-    """Dequantizes all but the scales of whole groups or tensors, float32 [groups] or [1], which stay apart."""
+    """Dequantizes without the scales of whole groups or tensors; returns these separately, float32 [groups] or [1]."""
     factors = jnp.ones(1, jnp.float32)
     if format.per_tensor:
         factors, scales = scales.reshape(-1), jnp.ones((1,) * codes.ndim, jnp.float32)

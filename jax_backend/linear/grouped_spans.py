@@ -1,8 +1,8 @@
-"""The products of `grouped_linear`, group after group: spans of a group's rows go through `products.product`.
+"""Products of `grouped_linear`, group by group: `products.product` multiplies spans of a group's rows.
 
-How many rows a group has is known only at run time, and XLA on NVIDIA GPUs multiplies ragged groups by masking: all rows with
-every weight. Here a loop goes over spans of so many tiles as the shapes alone say. A group's last span reaches beyond it:
-into rows that the next group's first span writes again, or, where rows are summed over, that are made zeros.
+Group sizes are only known at run time, and XLA on NVIDIA GPUs multiplies ragged groups by masking: all rows with every weight.
+Here a loop runs over spans, whose number of tiles only depends on shapes. A group's last span extends beyond the group, into
+rows that the next group overwrites, or that are zeroed if they would be summed.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from .tiles import Tiles
 
 
 class _Span(NamedTuple):
-    first: jax.Array  # of its tiles
-    own: jax.Array  # how many of them are its group's
+    first: jax.Array  # first tile
+    own: jax.Array  # number of tiles that belong to the group
 
 
 def by_rows(
     x: Matrix, weight: Matrix, tiles: Tiles, dtype, *, bias: jax.Array | None = None, fast: bool, exact: bool
 ) -> jax.Array:
-    """[tiles * rows, n]: each tile of x [tiles, rows, k] times its group's matrix of weight [groups, n, k], transposed.
+    """Returns [tiles * rows, n]: each tile of x [tiles, rows, k] times its group's matrix of weight [groups, n, k], transposed.
 
-    Each group's row of bias [groups, n], if there is one, is added before the product is rounded.
+    Adds each group's row of bias [groups, n], if given, before the product is rounded.
     """
     vary = _varying(x, weight, bias, tiles)
     of_groups = _of_groups(tiles)
@@ -50,7 +50,7 @@ def by_rows(
 
 
 def by_columns(a: Matrix, b: Matrix, tiles: Tiles, dtype, *, fast: bool, exact: bool) -> jax.Array:
-    """[groups, m, n]: the sum over each group's tiles of a [tiles, m, rows] times b [tiles, n, rows], transposed."""
+    """Returns [groups, m, n]: sums over each group's tiles of a [tiles, m, rows] times b [tiles, n, rows], transposed."""
     vary = _varying(a, b, tiles)
     of_groups = _of_groups(tiles)
 
@@ -60,7 +60,7 @@ def by_columns(a: Matrix, b: Matrix, tiles: Tiles, dtype, *, fast: bool, exact: 
             left, right = (_side_by_side(each, span, tiles, axis=1) for each in (a, b))
             return vary(product(left, right, jnp.float32, fast=fast, exact=exact))
 
-        # The first, zeros if the group is empty, spares an addition to zeros.
+        # Start with the first span (zeros if the group is empty), which saves an addition to zeros.
         count = -(-of_groups.own[group] // tiles.spare)
         total = lax.fori_loop(1, count, lambda i, total: total + of_span(i), of_span(0))
         return None, total.astype(dtype)
@@ -69,13 +69,13 @@ def by_columns(a: Matrix, b: Matrix, tiles: Tiles, dtype, *, fast: bool, exact: 
 
 
 def _varying(*operands: Any):
-    """Returns a function that makes an array vary over the mesh axes of all of these."""
+    """Returns a function that makes an array vary over the mesh axes of all these operands."""
     over = frozenset().union(*(explicit.varying(leaf) for leaf in jax.tree.leaves(operands)))
     return lambda x: explicit.vary(x, over)
 
 
 def _of_groups(tiles: Tiles) -> _Span:
-    """All tiles of each group, [groups]."""
+    """Returns all tiles of each group, [groups]."""
     own = tiles.filled // tiles.rows
     return _Span(jnp.cumsum(own) - own, own)
 
@@ -86,10 +86,7 @@ def _span(of_groups: _Span, tiles: Tiles, group: jax.Array, number: jax.Array) -
 
 
 def _side_by_side(x: Matrix, span: _Span, tiles: Tiles, axis: int) -> Any:
-    """Joins the tiles of a span to one matrix, side by side along an axis.
-
-    Those of other groups are zeros where their rows would be summed over.
-    """
+    """Joins the tiles of a span to one matrix, along `axis`; zeroes other groups' tiles if their rows would be summed."""
     kept = jnp.arange(tiles.spare, dtype=jnp.int32)[:, None, None] < span.own
 
     def taken(part: jax.Array) -> jax.Array:
@@ -106,7 +103,7 @@ def _side_by_side(x: Matrix, span: _Span, tiles: Tiles, axis: int) -> Any:
     if not x.format.per_tensor:
         scales = joined(scales)
     else:
-        # One of all groups, or one of each, which all its tiles have.
+        # One scale for all groups, or one per group, equal in all of its tiles.
         scales = scales[0] if scales.shape[0] == 1 else taken(scales)[0]
     if tensor_scale is not None:
         tensor_scale = taken(tensor_scale[:, None, None])[0, 0, 0]
@@ -115,7 +112,7 @@ def _side_by_side(x: Matrix, span: _Span, tiles: Tiles, axis: int) -> Any:
 
 
 def _matrix(weight: Matrix, group: jax.Array) -> Matrix:
-    """Takes one matrix of a stack, whose scale per tensor may be that of all."""
+    """Returns one matrix of a stack, whose tensor scale may be shared."""
     if not isinstance(weight, QuantizedArray):
         return weight[group]
     shared, tensor_scale = shares_scale(weight), weight.tensor_scale

@@ -1,7 +1,7 @@
-"""A quantized layer and its derivatives, of one matrix (`linear`) or of one for each group of tokens (`grouped_linear`).
+"""A quantized layer and its derivatives, with one matrix (`linear`) or one per group of tokens (`grouped_linear`).
 
-A `Layer` says how operands are made and multiplied. The rules here are the same for both: the forward, its tangents, the
-gradients, and the tangents of those.
+A `Layer` defines how operands are made and multiplied. The rules here are common to both: the forward and its tangents, the
+gradients and their tangents.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Layer(ABC):
 
     Attributes:
         recipe: the recipe.
-        placement: how the layer lies inside shard_map.
-        dtype: the dtype of x and its gradient.
-        weight_dtype: the dtype of the weight's gradient.
-        result: the dtype of y.
+        placement: placement of the layer inside shard_map.
+        dtype: dtype of x and its gradient.
+        weight_dtype: dtype of the weight's gradient.
+        result: dtype of y.
     """
 
     recipe: Recipe
@@ -62,7 +62,7 @@ class Layer(ABC):
     result: np.dtype
 
     def __call__(self, x, weight, carrier, bias, sizes, key, state) -> tuple[jax.Array, DelayedState | None]:
-        """Computes (y, state after the forward) with derivatives; `carrier` is that of the weight."""
+        """Computes (y, state after the forward) with derivatives; `carrier` carries the weight's."""
         traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((x, weight, carrier, bias, sizes, key, state)))
         if traced and runs_at_once():
             return _differentiable(self, x, weight, carrier, bias, sizes, key, state)
@@ -70,17 +70,17 @@ class Layer(ABC):
 
     @abstractmethod
     def tiles(self, x: Matrix, sizes: Any) -> Any:
-        """Divides the rows of groups of these sizes into tiles; None for a layer of one matrix."""
+        """Divides rows into tiles by group sizes; None for a layer of one matrix."""
 
     @abstractmethod
     def input_operands(
         self, x: Matrix, tiles: Any, state: DelayedState | None, *, rowwise: bool = True, columnwise: bool = True
     ) -> Pair:
-        """Quantizes x as the forward takes it and as wgrad does; None for what isn't asked for."""
+        """Quantizes x for the forward and for wgrad; None for a direction that isn't needed."""
 
     @abstractmethod
     def gradient_operands(self, g: jax.Array, kept: Residuals, *, rowwise: bool, columnwise: bool) -> Pair:
-        """Quantizes the gradient as dgrad takes it and as wgrad does; None for what isn't asked for."""
+        """Quantizes the gradient for dgrad and for wgrad; None for a direction that isn't needed."""
 
     def gathered(self, weight: Matrix) -> Matrix:
         """Gathers the weight for a product, as codes and scales."""
@@ -90,10 +90,10 @@ class Layer(ABC):
     def multiply_rows(
         self, operand: Matrix, weight: Matrix, tiles: Any, dtype: np.dtype, *, bias: jax.Array | None = None, fast: bool
     ) -> jax.Array:
-        """Multiplies a rowwise operand with the weight, transposed, and adds a bias before it rounds: y of x."""
+        """Multiplies a rowwise operand by the transposed weight and adds a bias before rounding: y of x."""
 
     def multiply_rows_back(self, gradient: Matrix, weight: Matrix, tiles: Any, *, fast: bool) -> jax.Array:
-        """Multiplies the rowwise gradient with the weight as it is stored: dx."""
+        """Multiplies the rowwise gradient by the weight: dx."""
         return self.multiply_rows(gradient, transposed_weight(weight, self.recipe), tiles, self.dtype, fast=fast)
 
     @abstractmethod
@@ -102,22 +102,22 @@ class Layer(ABC):
 
     @abstractmethod
     def bias_rows(self, bias: jax.Array, tiles: Any) -> jax.Array:
-        """The bias as it is added to rows of y."""
+        """Returns the bias in the shape that is added to rows of y."""
 
     @abstractmethod
     def sum_rows(self, g: jax.Array, tiles: Any) -> jax.Array:
-        """Sums the gradient [tokens, out] to that of the bias, in fp32."""
+        """Sums the gradient [tokens, out] in fp32 to the bias's gradient."""
 
     @abstractmethod
     def largest_amax(self, x: jax.Array, tiles: Any) -> jax.Array:
-        """The largest amax of x, float32 ()."""
+        """Returns the largest amax of x, float32 ()."""
 
     def shares_amax(self) -> tuple[str, ...]:
-        """The mesh axes whose ranks hold parts of what one scale is for."""
+        """Returns the mesh axes whose ranks hold parts of one scale's operand."""
         return () if self.placement.tensor is None else (self.placement.tensor,)
 
     def multiplier(self, x: Any, tiles: Any, scale: jax.Array | None, operand: Operand) -> jax.Array | None:
-        """What delayed scaling multiplies an operand with: its scale, or that of its current amax where there is none yet."""
+        """Returns delayed scaling's multiplier of an operand: its scale, or current scaling's if it has none yet."""
         format = self.recipe.cast(operand).format or self.recipe.cast(operand, "columnwise").format
         if scale is None or format is None:
             return scale
@@ -127,23 +127,23 @@ class Layer(ABC):
 
     @abstractmethod
     def values(self, operand: Matrix, tiles: Any, carrier: Any, cast: Cast, *, transposed: bool = False) -> jax.Array:
-        """The fp32 values [tokens, features] of a quantized x or gradient, with the derivative of `carrier`."""
+        """Returns the fp32 values [tokens, features] of a quantized x or gradient, with the derivative of `carrier`."""
 
     @abstractmethod
     def products(self, tiles: Any) -> tuple[Product, Product, Product]:
-        """The products in fp32 of the forward (x, w), of dgrad (g, w) and of wgrad (g, x)."""
+        """Returns the fp32 products of the forward (x, w), of dgrad (g, w) and of wgrad (g, x)."""
 
 
 class Residuals(NamedTuple):
-    """The values that a forward keeps for derivatives.
+    """Values that a forward keeps for its derivatives.
 
     Attributes:
-        row: x as the forward takes it, for forward mode; None where that isn't wanted or `column` has the same values.
-        column: x as wgrad takes it, or x itself where that is made in the backward; None for a weight that is a constant.
+        row: x as the forward takes it, for forward mode; None if unused or if `column` has the same values.
+        column: x as wgrad takes it, or x itself if the backward quantizes it; None if the weight is a constant.
         weight: the weight.
-        tiles: what `Layer.tiles` gave.
+        tiles: the result of `Layer.tiles`.
         key, state: of the call.
-        types: what the arguments vary over.
+        types: mesh axes that the arguments vary over.
     """
 
     row: Matrix | None
@@ -156,7 +156,7 @@ class Residuals(NamedTuple):
 
 
 def _in_one_program(*static: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Jits a function where it would run operation by operation, which costs the host many times as much."""
+    """Jits a function that would otherwise run operation by operation, at many times the host cost."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         jitted = jax.jit(function, static_argnames=static)
@@ -189,7 +189,7 @@ def _differentiable(layer: Layer, x, weight, carrier, bias, sizes, key, state):
     x, weight, bias, state = without_tangents((x, weight, bias, state))
     y, tiles, state_after, row, column = _multiplied(layer, carriers.weight is not None, x, weight, bias, sizes, state)
     kept = Residuals(row, x if layer.placement.gathers_input else column, weight, tiles, key, state, types)
-    # Of what a state has its carrier alone has a derivative; it is its last leaf.
+    # Only a state's carrier, its last leaf, has a derivative.
     later = [] if state_after is None or state_after.carrier is None else [state_after.carrier]
     like, others = tuple([jax.typeof(leaf) for leaf in (y, *later)]), len(jax.tree.leaves(state_after)) - len(later)
 
@@ -202,12 +202,12 @@ def _differentiable(layer: Layer, x, weight, carrier, bias, sizes, key, state):
 
 @_in_one_program("layer", "keep")
 def _multiplied(layer: Layer, keep: bool, x, weight: Matrix, bias, sizes, state: DelayedState | None) -> tuple[Any, ...]:
-    """Computes y, the tiles, the state after the forward, and the operands of x that `Residuals` keeps."""
+    """Returns y, the tiles, the state after the forward, and x's operands for `Residuals`."""
     tiles = layer.tiles(x, sizes)
-    # Where x travels, its columnwise form is made behind a second gather, in the backward: until then a shard is kept.
+    # If x is gathered, keep only the shard; the backward gathers it again and makes the columnwise form.
     row, column = layer.input_operands(x, tiles, state, columnwise=keep and not layer.placement.gathers_input)
     assert row is not None
-    # What terms add up to gets its bias once.
+    # A row-parallel layer adds the bias once, after summing over ranks.
     of_terms, own = (bias, None) if layer.placement.kind == "row" else (None, bias)
     fast = "forward" in layer.recipe.fast_accum
     y = layer.multiply_rows(row, layer.gathered(weight), tiles, layer.result, bias=own, fast=fast)
@@ -221,7 +221,7 @@ def _multiplied(layer: Layer, keep: bool, x, weight: Matrix, bias, sizes, state:
 
 @_in_one_program("layer", "like")
 def _forward(layer: Layer, like, known: tuple[Residuals, LayerInputs], tangents: LayerInputs) -> list[Any]:
-    """The tangents of y and of the state, which has none."""
+    """Returns the tangents of y and, as zeros, of the state."""
     nothing = [lax.full(aval.shape, 0, aval.to_tangent_aval().dtype) for aval in like[1:]]
     return [_tangent(layer, like[0], known, tangents), *nothing]
 
@@ -245,7 +245,7 @@ def _tangent(layer: Layer, like, known: tuple[Residuals, LayerInputs], tangents:
 
 
 def _backward(layer: Layer, known: tuple[Residuals, LayerInputs], wanted: LayerInputs, cotangents) -> LayerInputs:
-    """The cotangents of what is wanted (None where nothing is), which have derivatives of their own."""
+    """Returns the wanted cotangents (None for others), with derivatives of their own."""
     kept, carriers = known
     g, *later = cotangents
     g_carrier = carrier_of(g) if isinstance(g, Tracer) else None
@@ -258,7 +258,7 @@ def _backward(layer: Layer, known: tuple[Residuals, LayerInputs], wanted: LayerI
 
 @_in_one_program("layer", "wanted", "watched")
 def _cotangents(layer: Layer, wanted: LayerInputs, watched: bool, kept: Residuals, g, later) -> tuple[Any, ...]:
-    """Computes the cotangents; the operands of g and what the forward kept too where they are `watched`: for `_second`."""
+    """Computes the cotangents; if `watched`, also returns the operands of g and the residuals, for `_second`."""
     recipe, placement, tiles, types, state = layer.recipe, layer.placement, kept.tiles, kept.types, kept.state
     g = placement.own(g, gradient=True)
     column: Any = kept.column
@@ -287,7 +287,7 @@ def _cotangents(layer: Layer, wanted: LayerInputs, watched: bool, kept: Residual
 def _second(
     layer: Layer, made: LayerInputs, kept: tuple, carriers: tuple[LayerInputs, Any], tangents: tuple[LayerInputs, Any]
 ) -> list[Any]:
-    """The tangents of the cotangents that a backward made."""
+    """Returns the tangents of a backward's cotangents."""
     check_second(layer.placement)
     recipe = layer.recipe
     (row, column, forward), (points, g_carrier), (dots, g_dot) = kept, carriers, tangents

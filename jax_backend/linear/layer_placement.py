@@ -1,4 +1,4 @@
-"""The placement of a linear layer inside shard_map, which its weight's placement and the data-parallel axes imply."""
+"""Placement of a linear layer inside shard_map, derived from its weight's placement and the data-parallel axes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class LayerPlacement:
     """The placement of a layer; a value.
 
     Attributes:
-        weight: how the weight lies as it is stored; None where every rank has all of it.
+        weight: placement of the stored weight; None if every rank has all of it.
         data_axes: the mesh axes that divide the batch, in the mesh's order.
-        sequence: whether the tokens outside the layer are cut over the tensor-parallel axis.
-        runs: sequences that the tokens are of, one after another, where they are cut: each is cut alike.
+        sequence: whether tokens outside the layer are cut over the tensor-parallel axis.
+        runs: number of consecutive sequences in the tokens, if tokens are cut; each sequence is cut in the same way.
     """
 
     weight: Sharding | None
@@ -42,9 +42,8 @@ class LayerPlacement:
     def of(cls, weight, data_axes: Sequence[str], sequence: bool) -> LayerPlacement:
         """Derives the placement of a call.
 
-        Raises:
-            TypeError: one name instead of a tuple of them.
-            ValueError: an axis that is unknown, or several tensor-parallel ones, or sequence parallelism without one.
+        Raises TypeError if data_axes is a string, and ValueError for an unknown axis, for several tensor-parallel axes, or for
+        sequence parallelism without tensor parallelism.
         """
         if isinstance(data_axes, str):
             raise TypeError(f"data_axes must be a tuple of mesh axes, got {data_axes!r}: pass ({data_axes!r},)")
@@ -83,35 +82,32 @@ class LayerPlacement:
 
     @property
     def tensor(self) -> str | None:
-        """The tensor-parallel axis."""
+        """The tensor-parallel axis, or None."""
         return self._tensor_axes[0] if self._tensor_axes else None
 
     @property
     def kind(self) -> Literal["column", "row"] | None:
-        """The kind of tensor parallelism: "column" cuts the weight's out axis, "row" its in axis."""
+        """ "column" if tensor parallelism cuts the weight's out axis, "row" if it cuts the in axis, else None."""
         if self.tensor is None or self.weight is None:
             return None
         return "column" if self.tensor in self.weight.order(0) else "row"
 
     @property
     def gathers_input(self) -> bool:
-        """True where x is gathered: a column parallel layer under sequence parallelism."""
+        """Whether x is gathered: column parallel with sequence parallelism."""
         return self.sequence and self.kind == "column"
 
     @property
     def gathers_gradient(self) -> bool:
-        """True where y's cotangent is gathered: a row parallel layer under sequence parallelism."""
+        """Whether y's cotangent is gathered: row parallel with sequence parallelism."""
         return self.sequence and self.kind == "row"
 
     def _tensor_size(self) -> int:
         return self.weight.mesh.axis_size(self.tensor) if self.weight and self.tensor else 1
 
     def gathered_shape(self, weight) -> tuple[int, int]:
-        """(rows, columns) of the weight's matrices once FSDP's axes are gathered.
-
-        Raises:
-            ValueError: the weight is not what a rank holds.
-        """
+        """Returns (rows, columns) of the weight's matrices after the FSDP gather; raises ValueError unless it is a
+        rank's part."""
         if self.weight is None:
             return tuple(weight.shape[-2:])
         stored = storage.shape(self.weight)
@@ -123,7 +119,7 @@ class LayerPlacement:
         return storage.shape(self.weight.gathered(self.fsdp) if self.fsdp else self.weight)
 
     def check(self, x: jax.Array, weight, bias) -> None:
-        """Raises ValueError where the shapes of what this rank holds don't fit each other."""
+        """Raises ValueError if the shapes on this rank don't match."""
         rows, columns = self.gathered_shape(weight)
         if x.shape[-1] != columns:
             raise ValueError(f"x must be [..., in] with in = {columns} as in the weight [{rows}, {columns}], got {x.shape}")
@@ -136,14 +132,14 @@ class LayerPlacement:
             )
 
     def of_sequences(self, leading: tuple[int, ...]) -> LayerPlacement:
-        """Returns this for x of these leading axes, whose last are the tokens of one sequence."""
+        """Returns the placement for x with these leading axes, the last of which are a sequence's tokens."""
         if not self.sequence:
             return self
-        # Without a token nothing is cut, and XLA gathers no arrays without elements.
+        # Without tokens nothing is cut, and XLA can't gather arrays without elements.
         return replace(self, runs=math.prod(leading[:-1])) if math.prod(leading) else replace(self, sequence=False)
 
     def leading_axes(self, leading: tuple[int, ...]) -> tuple[int, ...]:
-        """Leading axes of y: those of x, the tokens more or fewer under sequence parallelism."""
+        """Returns the leading axes of y; sequence parallelism changes the number of tokens."""
         if not self.sequence:
             return leading
         *sequences, tokens = leading
@@ -151,7 +147,7 @@ class LayerPlacement:
         return *sequences, tokens * size if self.gathers_input else tokens // size
 
     def coordinate(self) -> jax.Array | None:
-        """This rank's place on the data-parallel axes, row-major; None where there are none."""
+        """Returns this rank's row-major position on the data-parallel axes, or None without such axes."""
         if not self.data_axes:
             return None
         place = jnp.int32(0)
@@ -160,9 +156,9 @@ class LayerPlacement:
         return place
 
     def operand(self, x: jax.Array, *, gradient: bool) -> Sharding | None:
-        """The `Sharding` of the input or gradient of one data-parallel rank; None where each rank has all of it.
+        """Returns the `Sharding` of one data-parallel rank's input or gradient, or None if each rank has all of it.
 
-        Where tokens are cut it is that of one of the sequences.
+        If tokens are cut, it describes a single sequence.
         """
         cut_tokens = self.gathers_gradient if gradient else self.gathers_input
         cut_features = self.kind == ("column" if gradient else "row")
@@ -170,14 +166,14 @@ class LayerPlacement:
             return None
         mesh = self.weight.mesh
         rows, columns = x.shape
-        # Features are cut as the weight is, which may be unevenly. Of tokens it is one sequence's.
+        # Features are cut like the weight, possibly unevenly; tokens are cut within one sequence.
         whole = (rows // self.runs * self._tensor_size(), columns)
         shape = whole if cut_tokens else (rows, self.weight.shape[0 if gradient else 1])
         cut: Placement = Shard(0 if cut_tokens else 1)
         return Sharding(shape, mesh, tuple(cut if name == self.tensor else Replicate() for name in mesh.names))
 
     def own(self, x: jax.Array, *, gradient: bool) -> jax.Array:
-        """Zeroes an input or gradient [tokens, features] where it is filled up, because ranks have unequal features."""
+        """Zeroes the padding of an input or gradient [tokens, features], which exists if ranks have unequal features."""
         sharding = self.operand(x, gradient=gradient)
         return x if sharding is None else storage.only_own(x, sharding)
 
@@ -194,21 +190,21 @@ class LayerPlacement:
         return plans.gather_weight(format, self.weight, self.fsdp)
 
     def scatter_weight(self, gradient: jax.Array, format) -> jax.Array:
-        """Sums the weight's gradient over its FSDP axes; each rank keeps its own part."""
+        """Sums the weight's gradient over its FSDP axes; each rank keeps its part."""
         return sharded.scatter_sum(gradient, self._gather(format)) if self.fsdp else gradient
 
     def sum_output(self, y: jax.Array) -> jax.Array:
-        """Sums y of a row parallel layer over ranks."""
+        """Sums y of a row-parallel layer over ranks."""
         if self.kind != "row":
             return y
         return self._scatter_tokens(y) if self.sequence else lax.psum(y, self.tensor)
 
     def sum_input(self, gradient: jax.Array) -> jax.Array:
-        """Sums the cotangent of an input that was gathered over ranks."""
+        """Sums a gathered input's cotangent over ranks."""
         return self._scatter_tokens(gradient) if self.gathers_input else gradient
 
     def gather_tokens(self, x: jax.Array) -> jax.Array:
-        """Gathers the tokens [rows, features] that ranks have of each sequence."""
+        """Gathers each sequence's tokens [rows, features] over ranks."""
         rows, features = x.shape
         x = x.reshape(self.runs, rows // self.runs, features)
         return lax.all_gather(x, self.tensor, axis=1, tiled=True).reshape(rows * self._tensor_size(), features)
@@ -225,9 +221,9 @@ class LayerPlacement:
 
 @dataclass(frozen=True)
 class ExplicitLayout:
-    """The layout of a product x [.., in] times w [out, in]: of y, and of w as the product needs it.
+    """Shardings for a product x [.., in] times w [out, in] on an Explicit mesh: of y, and of w as the product needs it.
 
-    Axes that cut tokens don't cut w: it is gathered over them. One that cuts both along `in` stays, and sums y.
+    w is gathered over axes that cut tokens. An axis that cuts `in` of both stays, and y is summed over it.
     """
 
     mesh: AbstractMesh
@@ -236,7 +232,7 @@ class ExplicitLayout:
 
     @classmethod
     def of(cls, x: jax.Array, weight: Matrix) -> ExplicitLayout | None:
-        """Derives the layout from the operands' types; returns None where no axis is Explicit."""
+        """Derives the shardings from the operands' types; returns None without Explicit axes."""
         codes = weight.codes if isinstance(weight, QuantizedArray) else weight
         mesh = explicit.mesh_of(x, codes)
         if mesh is None:
@@ -247,12 +243,12 @@ class ExplicitLayout:
         contracted = set(explicit.axis_names(x_in))
         out = explicit.without(out, taken | contracted)
         kept = w_in if w_in == x_in else None
-        # Axes of a shard_map around stay Manual.
+        # Axes of a surrounding shard_map stay Manual.
         within = mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, AxisType.Auto))
         return cls(within, PartitionSpec(*tokens, out), PartitionSpec(out, kept))
 
     def constrained(self, weight: Matrix) -> Matrix:
-        """Brings the weight to where the product needs it: codes and scales, not their values."""
+        """Constrains the weight's codes and scales to the product's sharding."""
         if not isinstance(weight, QuantizedArray):
             return weight
 

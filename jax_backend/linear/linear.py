@@ -1,7 +1,7 @@
 """`linear`: x w^T with quantized operands, forward and backward, on one device or inside shard_map.
 
-The weight says how it lies (`QuantizedArray.sharding`), and everything else follows from that and from the data-parallel
-axes: what is gathered, which amaxes are reduced, where partial products are summed. `operands` makes the operands.
+The weight's placement (`QuantizedArray.sharding`) and the data-parallel axes determine everything else: what is gathered, which
+amaxes are reduced, where partial products are summed. `operands` makes the operands.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Linear(Layer):
     """A layer of one matrix.
 
     Attributes:
-        layout: where operands and result lie on a mesh with Explicit axes, or None.
+        layout: shardings of operands and result on a mesh with Explicit axes, or None.
     """
 
     layout: ExplicitLayout | None
@@ -70,7 +70,7 @@ class _Linear(Layer):
         return jnp.sum(g, axis=0, dtype=jnp.float32)
 
     def largest_amax(self, x, tiles) -> jax.Array:
-        # It is the same in every format.
+        # The amax is the same in every format.
         return ops.amax(x, format=FP8_E4M3).blocks.reshape(()).view(jnp.float32)
 
     def values(self, operand, tiles, carrier, cast, *, transposed=False) -> jax.Array:
@@ -92,36 +92,36 @@ def linear(
     data_axes: Sequence[str] = (),
     sequence: bool = False,
 ) -> Any:
-    """Computes x w^T + bias, with the operands of all three products quantized as a recipe says.
+    """Computes x w^T + bias, with the operands of all three products quantized by a recipe.
 
-    Inside shard_map a weight of `shard_params` brings its placement along. Its FSDP axes, which are those among `data_axes`,
-    are gathered in the forward and again in the backward, codes and scales; its gradient is summed over all of `data_axes`
-    and scattered like the weight. Another axis that cuts it is tensor parallelism: if it cuts the rows (out), y is cut along
-    its last axis (column parallel); if it cuts the columns (in), x must be, and y is summed (row parallel).
+    Inside shard_map, a weight from `shard_params` has a placement. Its axes among `data_axes` are FSDP axes: codes and scales
+    are gathered over them in the forward and again in the backward, and the gradient is summed over all `data_axes` and
+    scattered like the weight. Another axis that cuts it is tensor parallelism: if it cuts the rows (out), y is cut along its
+    last axis (column parallel); if it cuts the columns (in), x must be cut and y is summed (row parallel).
 
-    It has derivatives of every order, straight-through. Casts along rows and columns differ, so the derivative of its gradient
-    isn't symmetric: Hessian-vector products of forward over reverse mode are others than those of reverse over reverse.
+    Derivatives of every order exist and are straight-through. Casts along rows and columns differ, so the derivative of the
+    gradient isn't symmetric: Hessian-vector products by forward-over-reverse and reverse-over-reverse differ.
 
     Args:
         x: float32, float16 or bfloat16 [..., in]; leading axes are flattened to tokens, along which columnwise blocks run.
-        weight: [out, in], quantized in the recipe's format, or in high precision: then it is quantized here.
+        weight: [out, in], quantized in the recipe's format; a weight in high precision is quantized here.
         bias: [out], or None.
         recipe: a `Recipe` or its name.
-        key: for recipes that round gradients stochastically: an integer seed, two uint32 words or a `jax.random.key`. Another
-            one for each layer and step, equal on all ranks.
+        key: for recipes that round gradients stochastically: an integer seed, two uint32 words or a `jax.random.key`. Use
+            another key for each layer and step, equal on all ranks.
         state: for recipes with delayed scaling, see `DelayedState`.
-        compute: "high_precision" multiplies the dequantized weight with x and gradients as they are.
+        compute: "high_precision" multiplies the dequantized weight with unquantized x and gradients.
         data_axes: inside shard_map, the mesh axes that divide the batch, in the mesh's order.
-        sequence: sequence parallelism: the tokens outside the layer (x of a column parallel one, y of a row parallel one) are
-            cut over the tensor-parallel axis, evenly. They are on axis -2, behind axes of sequences, as in PyTorch.
+        sequence: sequence parallelism: tokens outside the layer (x if column parallel, y if row parallel) are cut evenly over
+            the tensor-parallel axis. They are on axis -2, after axes of sequences, as in PyTorch.
 
     Returns:
-        y [..., out] in x's dtype; (y, state) where a state is given.
+        y [..., out] in x's dtype, or (y, state) if a state is given.
 
     Raises:
-        TypeError: x, weight or bias is not an array of a supported dtype, or data_axes one name instead of a tuple.
-        ValueError: shapes don't fit, the weight is in another format than the recipe's, a key or state is missing or of no
-            use, or a mesh axis is unknown.
+        TypeError: x, weight or bias is not an array of a supported dtype, or data_axes is a string.
+        ValueError: shapes don't match, the weight's format isn't the recipe's, a key or state is missing or useless, or a mesh
+            axis is unknown.
 
     Example:
         >>> w = bfp.quantize(w, "mxfp8_e4m3_32x32")
@@ -142,7 +142,7 @@ def linear_to(
     data_axes: Sequence[str] = (),
     sequence: bool = False,
 ) -> Any:
-    """Computes `linear` with y, and so its gradient, in a dtype of its own; None for x's."""
+    """Computes `linear` with y, and so its gradient, in `dtype`; None for x's."""
     recipe, run = recipes.parse(recipe), recipes.for_linear(recipe, compute)
     check_tensors(x, weight, bias)
     placement = LayerPlacement.of(weight, data_axes, sequence)

@@ -1,4 +1,4 @@
-"""The operands of a linear layer's products: casts of activations and gradients, along both axes, sharded or not."""
+"""Operands of a linear layer's products: casts of activations and gradients along both axes, sharded or not."""
 
 from __future__ import annotations
 
@@ -33,14 +33,9 @@ def input_operands(
     rowwise: bool = True,
     columnwise: bool = True,
 ) -> Pair:
-    """Quantizes x to [tokens, in] for the forward and [in, tokens] for wgrad.
+    """Quantizes this rank's x to [tokens, in] for the forward and [in, tokens] for wgrad.
 
-    Args:
-        x: what this rank holds.
-        recipe: the recipe.
-        placement: how the layer lies.
-        multiplier: of delayed scaling, or None.
-        rowwise, columnwise: which of the two to make; the other is None.
+    `multiplier` is delayed scaling's or None. `rowwise` and `columnwise` select the operands; the other is None.
     """
     casts = (recipe.input if rowwise else None, recipe.input_columnwise if columnwise else None)
     return _Operands(x, recipe, placement, False, multiplier, (None, None)).make(*casts)
@@ -62,7 +57,7 @@ def gradient_operands(
 
 
 def keys_of(key: jax.Array | None, placement: LayerPlacement) -> tuple[jax.Array | None, jax.Array | None]:
-    """The keys of a layer's two directions on this rank, from the one of layer and step."""
+    """Derives the keys of both directions on this rank from the key of layer and step."""
     if key is None:
         return None, None
     coordinate = placement.coordinate()
@@ -73,7 +68,7 @@ def keys_of(key: jax.Array | None, placement: LayerPlacement) -> tuple[jax.Array
 def quantize_operand(
     x: jax.Array, cast: Cast, eps: float = 0.0, *, key: jax.Array | None = None, multiplier: jax.Array | None = None
 ) -> QuantizedArray:
-    """Quantizes x, all of it on this rank, along its last axis as a cast says; rotates it first if the cast does."""
+    """Quantizes x, unsharded, along its last axis, after a rotation if the cast asks for it."""
     format = cast.format
     assert format is not None
     eps = eps_for(format, eps)
@@ -82,7 +77,7 @@ def quantize_operand(
 
 
 class _Operands:
-    """One array on its way to two operands."""
+    """Makes both operands from one array."""
 
     def __init__(self, x, recipe: Recipe, placement: LayerPlacement, gradient: bool, multiplier, keys):
         self.x, self.eps, self.placement = x, recipe.eps, placement
@@ -149,7 +144,7 @@ class _Operands:
             return sharded.quantize(self.x, plans.quantize_shards(format, self.sharding, **options), how)
         plan = plans.gather_activation(format, self.sharding, self.over, **options)
         if plan.reason is not None or (runs > 1 and columnwise and key is not None):
-            # Random numbers along the tokens are counted in all sequences together, of which a rank has parts of each.
+            # Random bits along tokens are indexed over all sequences together, and a rank has parts of each.
             return self._gathered()._one_direction(cast, columnwise=columnwise)  # pyright: ignore[reportReturnType]
         if runs == 1:
             return sharded.quantize(self.x, plan, how)
@@ -157,14 +152,14 @@ class _Operands:
         return _joined(sharded.quantize(self.x.reshape(runs, rows // runs, features), plan, how), columnwise=columnwise)
 
     def _gathered(self) -> _Operands:
-        """The same with all tokens, each rank's in high precision."""
+        """Returns the same with all tokens, gathered in high precision."""
         whole = copy.copy(self)
         whole.x, whole.sharding, whole.over = self.placement.gather_tokens(self.x), None, ()
         return whole
 
 
 def _joined(q: QuantizedArray, *, columnwise: bool) -> QuantizedArray:
-    """Joins sequences [runs, tokens, features], or [runs, features, tokens], along the tokens, whose blocks are whole."""
+    """Joins sequences [runs, tokens, features] or [runs, features, tokens] along the tokens, whose blocks are whole."""
 
     def join(part: jax.Array) -> jax.Array:
         runs, rows, columns = part.shape
@@ -182,20 +177,20 @@ _E8M0_NAN = 0xFF
 
 
 def is_finite(x: jax.Array, over: explicit.Axes = frozenset()) -> jax.Array:
-    """Returns bool (), True where all of x is finite on all ranks of these mesh axes."""
+    """Returns bool (): whether x is finite on all ranks of these mesh axes."""
     finite = jnp.isfinite(x).all()
     return lax.pmin(finite.astype(jnp.int32), tuple(over)) == 1 if over else finite
 
 
 def propagate(q: QuantizedArray, finite: jax.Array) -> QuantizedArray:
-    """Makes all values of q NaN where its source isn't `finite`: bool (), or [stack] for each matrix of a stack."""
+    """Makes all values of q NaN unless its source is `finite`: bool (), or [stack] for each matrix of a stack."""
     if q.tensor_scale is not None:
         return q.replace(tensor_scale=jnp.where(finite, q.tensor_scale, jnp.nan))
     return q.replace(scales=jnp.where(finite[..., None, None], q.scales, _nan(q)))
 
 
 def propagate_rows(q: QuantizedArray, finite: jax.Array) -> QuantizedArray:
-    """Makes the values NaN of rows whose source isn't finite: bool [rows], of q in blocks of one row."""
+    """Makes rows of q NaN whose source isn't finite: bool [rows]; q has blocks of one row."""
     return q.replace(scales=jnp.where(finite[:, None], q.scales, _nan(q)))
 
 

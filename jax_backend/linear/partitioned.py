@@ -1,7 +1,7 @@
-"""Products of quantized operands in programs that XLA splits over devices: what travels is codes and scales.
+"""Products in programs that XLA partitions over devices: codes and scales are communicated, not values.
 
-With Auto axes only XLA knows where operands lie, and for a weight that has to be gathered it would gather what it multiplies,
-the values. So the product is one operation to it, decoding included, and says what it wants (`custom_partitioning`).
+With Auto axes, only XLA knows the operands' shardings, and for a weight that must be gathered it would gather the multiplied
+values. So the product, including dequantization, is one operation with its own partitioning (`custom_partitioning`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from ..implementations.jax_internals import spec_of
 
 
 def applies(a: Any, b: Any) -> bool:
-    """Returns True where XLA will split the program of this product, and both operands are quantized matrices.
+    """Returns whether XLA will partition this product's program and both operands are quantized matrices.
 
-    What isn't traced runs operation by operation, as it split.
+    Untraced operands run operation by operation on their shardings.
     """
     if not all(isinstance(x, QuantizedArray) and x.codes.ndim == 2 and x.sharding is None for x in (a, b)):
         return False
@@ -39,7 +39,7 @@ def applies(a: Any, b: Any) -> bool:
 
 
 def split_product(a: QuantizedArray, b: QuantizedArray, local: Callable[..., jax.Array]) -> jax.Array:
-    """Computes local(a, b), a product a [m, k] @ b [n, k]^T, of what each device needs of the operands."""
+    """Computes local(a, b), a product a [m, k] @ b [n, k]^T, from each device's shards of the operands."""
     formats, dtypes, columns = (a.format, b.format), (a.dtype, b.dtype), a.columns
 
     def multiply(leaves, k: int) -> jax.Array:
@@ -76,7 +76,7 @@ def split_product(a: QuantizedArray, b: QuantizedArray, local: Callable[..., jax
     for x in (a, b):
         leaves += [x.codes, x.scales, jnp.ones((1,)) if x.tensor_scale is None else x.tensor_scale.reshape(1)]
     leaves = [x.astype(jnp.float32) if i % 3 == 2 else x for i, x in enumerate(leaves)]
-    # As a jaxpr, in which JAX sees that lowering it takes the devices.
+    # As a jaxpr, so that JAX sees that lowering it needs the devices.
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     return _multiply.bind(*leaves, whole=whole, split=jax.make_jaxpr(partitioned)(*shapes))
 
@@ -112,7 +112,7 @@ mlir.register_lowering(_multiply, _lower)
 
 @dataclass(frozen=True)
 class _Split:
-    """The split of a product: the mesh axes of m and n, and those of k, over which its parts are summed."""
+    """The partitioning of a product: mesh axes of m and n, and of k, over which partial products are summed."""
 
     rows: tuple[Any, Any]
     k: Any
@@ -121,7 +121,8 @@ class _Split:
 
     @classmethod
     def of(cls, mesh, operands, columns: int, formats) -> _Split:
-        """Splits operands (rows, mesh axes of rows, of k): a cut of k stays where both have it, and n's gives way to m's."""
+        """Partitions operands (rows, mesh axes of rows, of k): keeps a cut of k that both share, and drops axes of n
+        used by m."""
         sizes = dict(mesh.shape)
         (m, am, ak), (n, bn, bk) = operands
         k = ak if ak == bk and all(_even(columns, 1, ak, format, sizes) for format in formats) else None
@@ -133,13 +134,13 @@ class _Split:
         return cls((am, bn), k, summed, math.prod(sizes[name] for name in summed))
 
     def operand(self, rows, format: Format) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
-        """The specs of an operand's codes, scales and tensor scale."""
+        """Returns the specs of an operand's codes, scales and tensor scale."""
         codes = PartitionSpec(rows, self.k)
         return codes, PartitionSpec() if format.per_tensor else codes, PartitionSpec()
 
 
 def _even(size: int, dim: int, entry: Any, format: Format, sizes: dict[str, int]) -> bool:
-    """Returns True where an axis can be cut so that each device has whole blocks and whole bytes."""
+    """Returns whether an axis can be cut into whole blocks and whole bytes."""
     ranks = math.prod(sizes[name] for name in explicit.axis_names(entry))
     block = (format.block or (1, 1))[dim]
     return ranks == 1 or size % (ranks * (math.lcm(block, 4) if dim else block)) == 0

@@ -1,4 +1,4 @@
-"""Products of quantized operands, run as the core's table says (`kernels.routes`): on codes, or dequantized."""
+"""Products of quantized operands, run by the core's table (`kernels.routes`): on codes, or dequantized."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Matrix = jax.Array | QuantizedArray
 
 
 def product(a: Matrix, b: Matrix, dtype, *, bias: jax.Array | None = None, fast: bool, exact: bool = False) -> jax.Array:
-    """Multiplies a @ b^T + bias, of shape [m, n]: sums in fp32, to which the bias is added before they are rounded once.
+    """Computes a @ b^T + bias, [m, n]: fp32 sums plus the bias, rounded once.
 
     Args:
         a: [m, k].
         b: [n, k].
-        dtype: of the result.
+        dtype: dtype of the result.
         bias: [n], or None.
-        fast: whether the matrix units may accumulate in reduced precision; it matters for products of FP8 codes only.
-        exact: whether the values of both operands must be multiplied as they are (`Recipe.exact_products`).
+        fast: whether matrix units may accumulate in reduced precision; only affects products of FP8 codes.
+        exact: whether to multiply the exact values of both operands (`Recipe.exact_products`).
     """
 
-    # Where a shard begins inside a block is known only at run time, which no matrix unit takes.
+    # Shards that begin inside a block have offsets known only at run time, which matrix units don't support.
     a, b = (x.dequantize("float32") if isinstance(x, QuantizedArray) and not sharded.aligned(x) else x for x in (a, b))
 
     def on(platform, capability=None):
@@ -56,12 +56,12 @@ def product(a: Matrix, b: Matrix, dtype, *, bias: jax.Array | None = None, fast:
 
 
 def least_cublas(version: int) -> int:
-    """The first cuBLASLt that will do for products that are in it from `version` on; 0 where the library's own kernel runs."""
+    """Returns the first cuBLASLt version for a kind of product; 0 if the library's own kernel runs."""
     return 0 if choice.has_gpu() and capability() == HOPPER else version
 
 
 def capability() -> tuple[int, int]:
-    """The compute capability of JAX's first GPU."""
+    """Returns the compute capability of JAX's first GPU."""
     major, minor = str(jax.devices()[0].compute_capability).split(".")
     return int(major), int(minor)
 
@@ -76,12 +76,12 @@ def _contract(a: jax.Array, b: jax.Array, dtype=jnp.float32, precision=None) -> 
 
 
 def _rounded(sums: jax.Array, bias: jax.Array | None, dtype) -> jax.Array:
-    """Adds the bias to sums, and rounds them."""
+    """Adds the bias to sums and rounds."""
     return (sums if bias is None else sums + bias.astype(sums.dtype)[None]).astype(dtype)
 
 
 def _multiplied(a: jax.Array, b: jax.Array, bias: jax.Array | None, dtype, precision=None) -> jax.Array:
-    """Multiplies with sums in fp32, rounded once to `dtype`: by the matrix units, where it is the operands' own."""
+    """Multiplies with fp32 sums, rounded once to `dtype`; matrix units round if it is the operands' dtype."""
     rounds = bias is None and a.dtype == b.dtype == dtype
     return _rounded(_contract(a, b, dtype if rounds else jnp.float32, precision), bias, dtype)
 
@@ -95,23 +95,23 @@ def _per_tensor(a: QuantizedArray, b: QuantizedArray, bias, dtype, chosen: Route
     if choice.missing_product(least_cublas(TENSOR_SCALES)) is None:
         return _by_library(a, b, bias, dtype, fast)
     codes = (view_codes(x.codes, x.columns, x.format) for x in (a, b))
-    # XLA:GPU hands fast accumulation to cuBLAS unless the precision is above the default.
+    # XLA:GPU lets cuBLAS accumulate fast unless the precision is above the default.
     out = _contract(*codes, precision=lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST)
     return _rounded(out * a.scales.reshape(()) * b.scales.reshape(()), bias, dtype)
 
 
 def _block(a: QuantizedArray, b: QuantizedArray, bias, dtype, chosen: Route, fast: bool) -> jax.Array:
-    """Multiplies FP8 blocks of 128, which XLA has no product for."""
+    """Multiplies FP8 in blocks of 128, which XLA doesn't support."""
     missing = choice.missing_product(least_cublas(BLOCK_SCALES))
     if missing is None:
-        # Fast accumulation is not offered.
+        # Fast accumulation is not available.
         return _by_library(a, b, bias, dtype, False)
     working = "bfloat16" if exact_in_bfloat16(a.format) and exact_in_bfloat16(b.format) else "float32"
     return _dequantized(a, b, bias, dtype, Route("dequantize", working, False, missing), fast)
 
 
 def _aligned(a: QuantizedArray, b: QuantizedArray, bias, dtype, chosen: Route, fast: bool) -> jax.Array:
-    """Multiplies MX codes shifted to one power of two for each 128 of k."""
+    """Multiplies MX codes aligned to one power of two per 128 elements of k."""
     missing = choice.missing_product(0)
     if missing is None:
         return _by_library(a, b, bias, dtype, False, aligned=True)
@@ -139,7 +139,7 @@ def _scaled(a: QuantizedArray, b: QuantizedArray, bias, dtype, chosen: Route, fa
 
 
 def _as_scaled(x: QuantizedArray) -> tuple[jax.Array, jax.Array]:
-    """Lays codes and scales out for `jax.nn.scaled_matmul`: one scale for each row and block of columns."""
+    """Converts codes and scales to the layout of `jax.nn.scaled_matmul`: one scale per row and block of columns."""
     codes, scales = view_codes(x.codes, x.columns, x.format), view_scales(x.scales, x.format)
     block_rows = x.format.block[0] if x.format.block else 1
     if block_rows > 1:
@@ -148,11 +148,11 @@ def _as_scaled(x: QuantizedArray) -> tuple[jax.Array, jax.Array]:
 
 
 def _dequantized(a: Matrix, b: Matrix, bias, dtype, chosen: Route, fast: bool) -> jax.Array:
-    # High precision beside a quantized operand must not be rounded to what that operand is exact in.
+    # A high-precision operand must not be rounded to the dtype that suffices for the quantized one.
     plain = {x.dtype.name for x in (a, b) if not isinstance(x, QuantizedArray)}
     working = "bfloat16" if chosen.dtype == "bfloat16" and plain <= {"bfloat16"} else "float32"
     values, factors = zip(*(_values(x, working, chosen.scale_product) for x in (a, b)), strict=True)
-    # In fp32 the default precision of a GPU would round operands to TF32.
+    # In fp32, a GPU's default precision would round operands to TF32.
     precision = lax.Precision.HIGHEST if working == "float32" else None
     factors = [factor for factor in factors if factor is not None]
     if not factors:
@@ -164,7 +164,7 @@ def _dequantized(a: Matrix, b: Matrix, bias, dtype, chosen: Route, fast: bool) -
 
 
 def _values(x: Matrix, dtype: str, apart: bool) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (values, factor of the product): the factor is the scale of the whole tensor, where that is to stay `apart`."""
+    """Returns (values, factor): with `apart`, the factor is the tensor scale, to be multiplied after the product."""
     if not isinstance(x, QuantizedArray):
         return x.astype(dtype), None
     if not apart or not x.format.has_tensor_scale:

@@ -1,8 +1,8 @@
-"""The operands of `grouped_linear`: rows of several groups, moved apart and quantized.
+"""Operands of `grouped_linear`: rows of several groups, moved to tiles and quantized.
 
-Each group's rows are a tensor of their own: with its own amax, columnwise blocks that begin at its first row, and its own
-keys. How many rows a group has is known only at run time, so the rows are moved apart, each group to the beginning of a tile;
-no block lies in two tiles, and every tile is quantized with its group's amax and its place in the group.
+Each group's rows are quantized as their own tensor, with their own amax and keys, and columnwise blocks that begin at the first
+row. Group sizes are only known at run time, so each group is moved to the start of a tile. No block spans two tiles, and every
+tile is quantized with its group's amax and its offset in the group.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ from . import operands
 
 
 def tile_rows(recipe: Recipe) -> int:
-    """Rows of a tile: a multiple of whatever must not lie in two of them.
+    """Returns the rows per tile: a multiple of all units that must not span two tiles.
 
-    Raises:
-        ValueError: the recipe has a scale for each column of a group, of which a tile has a part.
+    Raises ValueError if the recipe has one scale per column of a group, because a tile has only part of a column.
     """
     units = [GROUP]
     for cast in (recipe.input, recipe.gradient):
@@ -52,7 +51,7 @@ def tile_rows(recipe: Recipe) -> int:
 
 
 _FEWEST = 512
-"""Rows that a product takes at once, or more."""
+"""Minimum number of rows that a product multiplies at once."""
 
 
 @partial(
@@ -62,17 +61,17 @@ _FEWEST = 512
 )
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles that rows go to.
+    """The assignment of rows to tiles.
 
     Attributes:
-        source: int32 [tiles * rows], the row of x that each row is, -1 for none.
-        target: int32 [tokens], the row that each row of x is, -1 for one beyond all groups.
+        source: int32 [tiles * rows], the row of x at each position, -1 for none.
+        target: int32 [tokens], the position of each row of x, -1 for rows beyond all groups.
         group: int32 [tiles], the group of each tile.
-        first: int32 [tiles], the tile's first row, counted in its group.
-        sizes: int32 [groups], rows of each group.
-        filled: int32 [groups], rows of each group's tiles.
-        rows: of a tile.
-        spare: how many tiles behind the groups' own are nobody's, so that a product may begin with any and take as many.
+        first: int32 [tiles], the tile's first row within its group.
+        sizes: int32 [groups], rows per group.
+        filled: int32 [groups], rows per group, padded to whole tiles.
+        rows: rows per tile.
+        spare: additional tiles at the end, so that a product can take this many tiles from any start.
     """
 
     source: jax.Array
@@ -86,10 +85,10 @@ class Tiles:
 
     @classmethod
     def of(cls, sizes: jax.Array, tokens: int, rows: int) -> Tiles:
-        """Lays out tiles of `rows` rows for groups of these sizes among so many tokens."""
+        """Assigns `tokens` rows in groups of these sizes to tiles of `rows` rows."""
         groups = sizes.shape[0]
         own = -(-tokens // rows) + groups
-        # Half of one of groups alike, so that little is multiplied in vain; enough rows for a product at full speed.
+        # Half of an average group, to waste little work, but enough rows for full speed.
         spare = min(own, max(-(-own // (2 * groups)), -(-_FEWEST // rows)))
         count = own + spare
         filled = -(-sizes // rows) * rows
@@ -107,11 +106,11 @@ class Tiles:
         return cls(source, target, inside[::rows], local[::rows], sizes, filled, rows, spare)
 
     def group_of_token(self) -> jax.Array:
-        """int32 [tokens]: each row's group; of one beyond all groups any."""
+        """Returns each row's group, int32 [tokens]; arbitrary for rows beyond all groups."""
         return self.group[jnp.maximum(self.target, 0) // self.rows]
 
     def split(self, x: jax.Array) -> jax.Array:
-        """Splits x [tokens, size] into tiles [tiles, rows, size], zeros where a tile isn't full."""
+        """Splits x [tokens, size] into tiles [tiles, rows, size], padded with zeros."""
         return gather_rows(x, self.source).reshape(self.group.shape[0], -1, x.shape[1])
 
     def only(self, x: jax.Array, group: jax.Array | int) -> jax.Array:
@@ -120,25 +119,27 @@ class Tiles:
         return jnp.where(mine[:, None], x, 0)
 
     def rotated(self, rows: int) -> jax.Array:
-        """bool [tiles, 1, rows]: which columns of transposed tiles are rotated; a group's last, if fewer than 16, are not."""
+        """Returns bool [tiles, 1, rows]: which columns of transposed tiles are rotated; a group's tail of fewer than 16
+        is not."""
         end = (self.first[:, None] + jnp.arange(rows)[None] // GROUP * GROUP + GROUP)[:, None, :]
         return end <= self.sizes[self.group][:, None, None]
 
     def largest(self, x: jax.Array) -> jax.Array:
-        """The largest entry of each group, [groups, ..], of integers [tiles, ..]; the smallest integer of one without rows."""
+        """Returns the maximum of each group, [groups, ..], of integers [tiles, ..]; the smallest integer for a group without
+        rows."""
         return jax.ops.segment_max(x, self.group, num_segments=self.sizes.shape[0], indices_are_sorted=True)
 
 
 class Scaling(NamedTuple):
-    """The options of quantizing tiles, but for the format.
+    """Options for quantizing tiles, except the format.
 
     Attributes:
         eps: see `numerics.quantize`.
-        multiplier: of delayed scaling, the same for all groups; or None.
-        key: the words that the groups' keys are made of, or None.
-        coordinate: this rank's place on the data-parallel axes, or None.
-        first_group: the number of the first group here among those of all ranks.
-        cut: the mesh axis that the features are cut over, evenly and between blocks, or None.
+        multiplier: delayed scaling's, shared by all groups; or None.
+        key: the words from which the groups' keys are derived, or None.
+        coordinate: this rank's position on the data-parallel axes, or None.
+        first_group: number of the first local group among all ranks' groups.
+        cut: the mesh axis that cuts the features, evenly and between blocks, or None.
     """
 
     eps: float
@@ -149,12 +150,12 @@ class Scaling(NamedTuple):
     cut: str | None = None
 
     def key_of(self, group: jax.Array, direction: int) -> jax.Array:
-        """The key of a group's cast, [2]."""
+        """Returns the key of a group's cast, [2]."""
         assert self.key is not None
         return jnp.asarray(gradient_key(self.key, direction, self.coordinate, self.first_group + group))
 
     def of_features(self, features: int) -> tuple[jax.Array | int, int]:
-        """(the number of the first feature here, how many all ranks have)."""
+        """Returns (the number of the first local feature, the number of features on all ranks)."""
         if self.cut is None:
             return 0, features
         return explicit.axis_index(self.cut) * features, lax.axis_size(self.cut) * features
@@ -168,22 +169,19 @@ def gather_rows(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def largest_amax(x: jax.Array, tiles: Tiles) -> jax.Array:
-    """float32 (): the largest amax of the groups of x [tokens, size]; one that isn't finite counts as 0 (`scaling.record`)."""
-    # An amax is the same in every format.
+    """Returns float32 (): the largest amax of the groups of x [tokens, size]; a non-finite one counts as 0
+    (`scaling.record`)."""
+    # The amax is the same in every format.
     each = jax.vmap(lambda tile: numerics.amax(tile, FP8_E4M3).blocks.reshape(()))(tiles.split(x))
     of_groups = jnp.maximum(tiles.largest(each), 0)
     return jnp.max(jnp.where(of_groups >= INFINITY, 0, of_groups)).view(jnp.float32)
 
 
 def quantize_tiles(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, direction: int) -> Any:
-    """Quantizes tiles of x [tokens, size] (or moves their values), each to [rows, size], or [size, rows] columnwise.
+    """Quantizes tiles of x [tokens, size] to [rows, size], or [size, rows] if `direction` is COLUMNWISE.
 
-    Args:
-        x: the rows of all groups.
-        tiles: where they go.
-        cast: what to make of them; of the gradient if it is stochastic.
-        scaling: keys and scales.
-        direction: `rounding.ROWWISE`, or `rounding.COLUMNWISE`: each tile is transposed first.
+    A cast without format moves values only. A stochastic cast is a gradient's. `direction` is `rounding.ROWWISE` or
+    `COLUMNWISE`.
     """
     x = tiles.split(x)
     q = _quantized(x, tiles, cast, scaling, direction)
@@ -191,7 +189,7 @@ def quantize_tiles(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, dir
 
 
 def move_tiles(x: QuantizedArray, tiles: Tiles) -> QuantizedArray:
-    """Moves rows that are quantized already, [tokens, size], to tiles [tiles, rows, size]."""
+    """Moves quantized rows [tokens, size] to tiles [tiles, rows, size]."""
     codes = tiles.split(x.codes)
     if x.format.per_tensor:
         return x.replace(codes=codes, scales=x.scales[None])
@@ -202,7 +200,7 @@ def move_tiles(x: QuantizedArray, tiles: Tiles) -> QuantizedArray:
 
 
 def turn_tiles(x: QuantizedArray, tiles: Tiles, cast: Cast, scaling: Scaling) -> Any:
-    """Makes the columnwise form of rows that are quantized already (`blockfp.definition.recoding`), [tiles, size, rows]."""
+    """Quantizes the columnwise form of quantized rows (`blockfp.definition.recoding`), [tiles, size, rows]."""
     if cast.format is not None and keeps_codes(x.format, cast.format, cast.rotate):
         codes = tiles.split(x.codes).swapaxes(1, 2)
         return x.replace(codes=codes, scales=x.scales[None], columns=codes.shape[-1])
@@ -210,7 +208,7 @@ def turn_tiles(x: QuantizedArray, tiles: Tiles, cast: Cast, scaling: Scaling) ->
 
 
 def _showing_overflow(q: QuantizedArray, finite: jax.Array, tiles: Tiles) -> QuantizedArray:
-    """Makes the tiles of groups NaN that aren't `finite`, bool [tiles, .., ..], throughout."""
+    """Makes all tiles of a group NaN if any element isn't `finite`, bool [tiles, .., ..]."""
     of_tiles = finite.all(axis=(1, 2)).astype(jnp.int32)
     of_groups = jax.ops.segment_min(of_tiles, tiles.group, num_segments=tiles.sizes.shape[0], indices_are_sorted=True)
     return operands.propagate(q, of_groups[tiles.group] == 1)
@@ -220,7 +218,7 @@ def _quantized(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, directi
     columnwise, format = direction == COLUMNWISE, cast.format
     rows = x.shape[1]
     if columnwise and not (cast.rotate or cast.stochastic or format is None or format.has_tensor_scale):
-        # Kernels read the tiles as they are.
+        # Kernels read tiles without transposing them.
         eps = eps_for(format, scaling.eps)
         return wrap_parts(ops.quantize_columnwise(x, format=format, eps=eps), format, x, columnwise=True)
     x = x.mT if columnwise else x
@@ -242,7 +240,7 @@ def _quantized(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, directi
         field = "tensor" if format.scale.two_level else "blocks"
         largest = tiles.largest(getattr(amax, field))
         largest = largest if scaling.cut is None else explicit.max_over(largest, (scaling.cut,))
-        # Empty groups have no tile, and nobody asks for theirs.
+        # Empty groups have no tile; their amax is unused.
         amax = amax._replace(**{field: largest[tiles.group]})
 
     def one(tile, amax, group, first):

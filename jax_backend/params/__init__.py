@@ -1,1 +1,1 @@
-"""Parameter trees with quantized leaves: made, differentiated, placed on a mesh, updated."""
+"""Parameter trees with quantized leaves: quantization, gradients, placement on a mesh, optimizers."""

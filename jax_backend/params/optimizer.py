@@ -1,8 +1,8 @@
-"""AdamW, Adam and any optax optimizer on parameter trees with quantized leaves: fp32 masters, requantized after each step.
+"""AdamW, Adam and any optax optimizer for parameter trees with quantized leaves: fp32 masters, requantized after each step.
 
-Both are pairs of functions like optax's `GradientTransformation`, and need nothing of optax themselves. Gradients have plain
-arrays where parameters are quantized (`value_and_grad`). A leaf that isn't float32 has a master; its update is its new value
-(`Replacement`), because codes can't be added to. `apply_updates` takes both kinds.
+Optimizers are pairs of functions like optax's `GradientTransformation`; adamw and adam don't need optax. Gradients of quantized
+parameters are plain arrays (`value_and_grad`). Every leaf that isn't float32 has a master, and its update is its new value
+(`Replacement`), because nothing can be added to codes. `apply_updates` handles both kinds of updates.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from .trees import describe, map_with_path
 
 
 class Optimizer(NamedTuple):
-    """An optimizer as optax has them.
+    """An optimizer with optax's interface.
 
     Attributes:
-        init: from parameters to a state; (parameters, originals) where the arrays that were quantized are still there, which
-            masters then begin with.
-        update: from (gradients, state, parameters) to (updates, state); updates go to `apply_updates`. Named arguments that
-            an optax optimizer wants besides are passed on to it.
+        init: maps parameters to a state. If the original arrays still exist, init(parameters, originals) starts the masters
+            from them.
+        update: maps (gradients, state, parameters) to (updates, state) for `apply_updates`. Further named arguments are passed
+            to an optax optimizer.
     """
 
     init: Callable[..., Any]
@@ -52,21 +52,21 @@ _CALCULATED = (
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True)
 class Replacement:
-    """The update of a leaf with a master: its new value. (optax.apply_updates refuses it; `apply_updates` takes it.)
+    """The update of a leaf with a master: its new value. (optax.apply_updates rejects it; use `apply_updates`.)
 
-    What wraps an optimizer may multiply updates with 0 or 1, or take zeros instead (optax.MultiSteps): then nothing is
-    replaced. (optax.apply_if_finite takes gradients instead, and so belongs inside `with_masters`.)
+    Wrappers of an optimizer may multiply updates by 0 or 1, or replace them by zeros (optax.MultiSteps); with 0 nothing is
+    replaced. (optax.apply_if_finite acts on gradients, so put it inside `with_masters`.)
 
     Attributes:
         value: the new value.
-        applies: whether the leaf is replaced; a bool, or an array of one.
+        applies: whether the leaf is replaced: a bool, or an array of one.
     """
 
     value: jax.Array | QuantizedArray
     applies: bool | jax.Array = True
 
     def tree_flatten(self):
-        # The value's own leaves: who makes zeros like updates shall not find a quantized array among them.
+        # Use the value's own leaves, so that code that makes zeros like updates doesn't find a quantized array.
         leaves, made = jax.tree.flatten(self.value)
         return (self.applies, *leaves), made
 
@@ -83,7 +83,7 @@ class MasterState(NamedTuple):
     """The state of a wrapped optimizer.
 
     Attributes:
-        masters: float32, of the structure of gradients; None where the parameter is float32 itself.
+        masters: float32, in the structure of gradients; None for float32 parameters.
         inner: the optimizer's own state.
     """
 
@@ -92,7 +92,7 @@ class MasterState(NamedTuple):
 
 
 class AdamState(NamedTuple):
-    """The state of AdamW: the number of steps done (int32), and both moments (float32)."""
+    """The state of AdamW: the number of completed steps (int32) and both moments (float32)."""
 
     step: jax.Array
     first: Any
@@ -104,11 +104,11 @@ for _state in (MasterState, AdamState):
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
-    """Updates parameters after a step: plain updates are added, replacements replace.
+    """Applies updates to parameters: adds plain updates, substitutes replacements.
 
     Raises:
-        TypeError: a quantized leaf has an update to add; the message names its path.
-        ValueError: an update of another shape or format than the parameter's, or a tree that isn't made alike.
+        TypeError: the update of a quantized leaf is not a `Replacement`; the message names its path.
+        ValueError: an update has another shape or format than its parameter, or the trees differ.
     """
 
     def apply(path: str, param, update):
@@ -139,14 +139,15 @@ def _replaced(param, update: Replacement):
 def with_masters(optimizer: Any) -> Optimizer:
     """Wraps any optax optimizer for trees with quantized or 16-bit leaves.
 
-    It works on fp32 masters, whose values are quantized after each step; a leaf whose master didn't move keeps its codes.
-    Inside shard_map each rank has its part, and amaxes are reduced as the leaf's sharding says.
+    The optimizer works on fp32 masters, which are quantized after each step; a leaf whose master didn't move keeps its codes.
+    Inside shard_map each rank updates its part, and amaxes are reduced according to the leaf's sharding.
 
-    Named arguments of `update` go on to it. It sees masters: a `value_fn` among them (optax.lbfgs) is called with parameters
-    made of those as after a step, and a `grad` is as the gradients. For optax.lookahead parameters are `LookaheadParams`.
+    `update` passes named arguments on. The optimizer sees masters: a `value_fn` (optax.lbfgs) is called with parameters made
+    from masters, as after a step, and `grad` is treated like the gradients. For optax.lookahead, pass `LookaheadParams` as
+    parameters.
 
     Args:
-        optimizer: an optax `GradientTransformation`, or one of this package.
+        optimizer: an optax `GradientTransformation`, or an optimizer of this package.
 
     Example:
         >>> optimizer = bfp.with_masters(optax.chain(optax.clip(1.0), optax.lion(1e-4)))
@@ -155,7 +156,7 @@ def with_masters(optimizer: Any) -> Optimizer:
     def step(gradients, inner, weights, extra):
         updates, inner = optimizer.update(gradients, inner, weights, **extra)
         moved = jax.tree.map(lambda weight, update: weight + update, weights, updates)
-        # A NaN counts as moved.
+        # NaN counts as moved.
         still = jax.tree.map(lambda old, new: ~jnp.any(old != new), weights, moved)
         return moved, still, inner
 
@@ -163,10 +164,10 @@ def with_masters(optimizer: Any) -> Optimizer:
 
 
 Setting = float | jax.Array
-"""A number of an optimizer; an array, also a traced one, as optax.inject_hyperparams gives it."""
+"""An optimizer setting: a number, or an array, which may be traced, as from optax.inject_hyperparams."""
 
 Schedule = Callable[[jax.Array], Any]
-"""From the number of steps done to a setting, as optax has them."""
+"""A function from the number of completed steps to a setting, like optax's schedules."""
 
 
 def adamw(
@@ -177,21 +178,22 @@ def adamw(
     *,
     weight_decay: Setting | Schedule = 1e-4,
 ) -> Optimizer:
-    """AdamW with fp32 masters and moments, for trees with quantized leaves: the arguments of `optax.adamw`, the formulas of
-    `blockfp.torch.AdamW`.
+    """AdamW with fp32 masters and moments, for trees with quantized leaves.
+
+    Takes the arguments of `optax.adamw` and uses the formulas of `blockfp.torch.AdamW`.
 
     Args:
-        learning_rate: a number, or a function of the number of steps done (an optax schedule).
-        b1, b2: decay of the first and of the second moment, at least 0 and below 1.
-        eps: added to the root of the second moment.
-        weight_decay: a number or a schedule, multiplied with the learning rate; it goes to every leaf. (PyTorch's default is
+        learning_rate: a number, or a function of the number of completed steps (an optax schedule).
+        b1, b2: decay of the first and second moment, in [0, 1).
+        eps: added to the square root of the second moment.
+        weight_decay: a number or a schedule, multiplied by the learning rate and applied to every leaf. (PyTorch's default is
             1e-2.)
 
-    A step with learning rate 0 leaves codes and scales as they are. Inside shard_map see `with_masters`.
+    A step with learning rate 0 doesn't change codes and scales. For shard_map see `with_masters`.
 
     Raises:
-        TypeError: a setting that is no number.
-        ValueError: a negative one, or a decay of 1 or more.
+        TypeError: a setting is not a number.
+        ValueError: a setting is negative, or a moment decay is 1 or more.
     """
     return _adam(learning_rate, b1, b2, eps, weight_decay, decoupled=True)
 
@@ -204,7 +206,7 @@ def adam(
     *,
     weight_decay: Setting | Schedule = 0.0,
 ) -> Optimizer:
-    """Adam: as `adamw`, but that weight decay is a term of the gradient (L2), as in `blockfp.torch.Adam`."""
+    """Adam: like `adamw`, but weight decay is a term of the gradient (L2), as in `blockfp.torch.Adam`."""
     return _adam(learning_rate, b1, b2, eps, weight_decay, decoupled=False)
 
 
@@ -216,12 +218,12 @@ def _adam(learning_rate, b1, b2, eps, weight_decay, *, decoupled: bool) -> Optim
         _check_setting(name, value, below=math.inf if name == "eps" else 1)
 
     def init(weights):
-        # Zeros of their own for each: a step may be given both to overwrite (donate_argnums).
+        # Separate zeros for each, because a step may donate both (donate_argnums).
         first, second = (jax.tree.map(jnp.zeros_like, weights) for _ in range(2))
         return AdamState(jnp.zeros((), jnp.int32), first, second)
 
     def step(gradients, inner: AdamState, weights, extra):
-        # As optax's own, it has no use for what other optimizers are told.
+        # Like optax's own Adam, ignore arguments for other optimizers.
         del extra
         rate = jnp.asarray(learning_rate(inner.step) if callable(learning_rate) else learning_rate, jnp.float32)
         decay = weight_decay(inner.step) if callable(weight_decay) else weight_decay
@@ -236,7 +238,7 @@ def _adam(learning_rate, b1, b2, eps, weight_decay, *, decoupled: bool) -> Optim
 
 
 def _check_setting(name: str, value: Any, below: float = math.inf) -> None:
-    """Raises unless a setting means something; arrays are not looked at."""
+    """Raises TypeError or ValueError for an invalid setting; arrays are not checked."""
     if hasattr(value, "dtype") and not isinstance(value, Real):
         return
     if not isinstance(value, Real):
@@ -246,7 +248,8 @@ def _check_setting(name: str, value: Any, below: float = math.inf) -> None:
 
 
 def _on_masters(init_inner: Callable, step: Callable) -> Optimizer:
-    """Makes an optimizer of `step`: (gradients, state, weights, extra) -> (weights, which stand still, state), all in fp32."""
+    """Makes an optimizer from `step`: (gradients, state, weights, extra) -> (weights, which are unchanged, state), all
+    in fp32."""
 
     def init(params, originals=None):
         map_with_path(_check_whole, params)
@@ -273,7 +276,7 @@ def _on_masters(init_inner: Callable, step: Callable) -> Optimizer:
 
 
 def _check_whole(path: str, param) -> None:
-    """Raises TypeError where a wrapper (optax.masked, multi_transform) has taken codes, or scales, out of a quantized leaf."""
+    """Raises TypeError if a wrapper (optax.masked, multi_transform) has taken codes or scales out of a quantized leaf."""
     if is_quantized(param) and not all(hasattr(part, "dtype") for part in (param.codes, param.scales)):
         raise TypeError(
             "labels or a mask speak of its codes and scales one by one: make them of whole leaves, jax.tree.map(.., params, "
@@ -283,7 +286,7 @@ def _check_whole(path: str, param) -> None:
 
 
 def check_state(state: Any, kind: type) -> None:
-    """Raises TypeError unless the state is what the optimizer's `init` makes."""
+    """Raises TypeError unless the state comes from the optimizer's `init`."""
     if not isinstance(state, kind):
         raise TypeError(f"state must be the {kind.__name__} of this optimizer's init, got {type(state).__name__}")
 
@@ -320,13 +323,13 @@ def _weights(params, masters):
 
 
 def _gradients(params, gradients, weights):
-    # Those of optax.lookahead are gradients of the fast ones of its pair of parameters.
+    # With optax.lookahead's pair of parameters, gradients belong to the fast ones.
     of = lambda tree: getattr(tree, "fast", tree) if isinstance(params, tuple) else tree  # noqa: E731
     return map_with_path(_check_gradient, of(params), gradients, of(weights))
 
 
 def _of_weights(function: Callable, params) -> Callable:
-    """Turns a function of parameters into one of their weights in fp32, with a straight-through gradient."""
+    """Converts a function of parameters to a function of their fp32 weights, with a straight-through gradient."""
 
     def param(path: str, like, weight):
         if not is_quantized(like):
@@ -360,7 +363,7 @@ _NO_GRADIENT = "an update of a sharded quantized weight has no derivative: diffe
 
 
 def _requantized(q: QuantizedArray, values: jax.Array) -> QuantizedArray:
-    """Quantizes new values in q's format and place, with q's nominal dtype."""
+    """Quantizes new values in q's format, placement and nominal dtype."""
     if q.sharding is None:
         return quantize_weight(values, q.format, nominal=np.dtype(q.dtype), shared=shares_scale(q))
     plan = plans.quantize_shards(q.format, q.sharding)
@@ -375,7 +378,7 @@ def _requantized(q: QuantizedArray, values: jax.Array) -> QuantizedArray:
 
 
 def _everywhere(still: jax.Array, q: QuantizedArray) -> jax.Array:
-    """Returns True where no rank's part of the weight moved: its blocks may lie on several."""
+    """Returns whether no rank's part of the weight moved; blocks may span ranks."""
     assert q.sharding is not None
     axes = tuple(name for dim in (0, 1) for name in q.sharding.order(dim))
     if not axes or (explicit.varying(explicit.axis_index(axes[0])) and not explicit.varying(still)):

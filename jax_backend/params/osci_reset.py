@@ -21,9 +21,9 @@ class OsciResetState(NamedTuple):
     """The state of `osci_reset`.
 
     Attributes:
-        step: number of steps done, int32.
-        master_paths, quantized_paths: lengths of the paths in the window, float32, of the structure of gradients; None where
-            the parameter isn't quantized.
+        step: number of completed steps, int32.
+        master_paths, quantized_paths: path lengths in the current window, float32, in the structure of gradients; None for
+            unquantized parameters.
         inner: the optimizer's own state, a `MasterState`.
     """
 
@@ -37,18 +37,18 @@ jax.export.register_namedtuple_serialization(OsciResetState, serialized_name="bl
 
 
 def osci_reset(optimizer: Optimizer, settings: OsciReset | None = None) -> Optimizer:
-    """Wraps an optimizer with masters: those of quantized weights that oscillate between two codes become what these stand for.
+    """Wraps an optimizer with masters: resets masters of oscillating quantized weights to their quantized values.
 
-    `blockfp.experimental.torch.osci_reset` does the same. It keeps two float32 numbers for each quantized weight. Codes stay as
-    the optimizer made them; the next step moves on from the new masters.
+    Equivalent to `blockfp.experimental.torch.osci_reset`. Stores two float32 numbers per quantized weight. A reset doesn't
+    change codes; the next step starts from the new masters.
 
     Args:
-        optimizer: `adamw`, `adam`, or what `with_masters` returns.
-        settings: those of OsciReset; the published ones by default.
+        optimizer: `adamw`, `adam`, or the result of `with_masters`.
+        settings: an `OsciReset`; the published settings by default.
 
     Raises:
-        TypeError, ValueError: settings that mean nothing; at `init`, an optimizer without masters, or parameters of which none
-            is quantized, as `with_masters(osci_reset(..))` gives them.
+        TypeError, ValueError: the settings are invalid; at `init`, the optimizer has no masters, or no parameter is quantized,
+            as in `with_masters(osci_reset(..))`.
 
     Example:
         >>> optimizer = osci_reset(bfp.adamw(1e-3), OsciReset(period=200, window=50, threshold=8.0))

@@ -1,4 +1,4 @@
-"""Parameter trees with quantized leaves: making them, and differentiating with respect to them."""
+"""Parameter trees with quantized leaves: quantization and gradients."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ..implementations.derivatives import straight_through
 from .trees import describe, map_with_path
 
 Filter = Callable[[str, Any], bool]
-"""Called with a leaf's path ("layers.0.up.weight") and the leaf; in the other order where its parameters' names say so."""
+"""Called with a leaf's path ("layers.0.up.weight") and the leaf; in the other order if its parameters' names say so."""
 
 
 def is_matrix(path: str, leaf: Any) -> bool:
-    """Returns True for a float array of two or more axes, which `quantize_params` quantizes by default.
+    """Returns whether a leaf is a float array with two or more axes, which `quantize_params` quantizes by default.
 
-    So is one of float64, which can't be quantized: left as it is, a weight that NumPy drew would stay so unnoticed.
+    Includes float64, so that `quantize_params` raises: leaving out weights drawn by NumPy would go unnoticed.
     """
     return getattr(getattr(leaf, "dtype", None), "name", None) in (*DTYPES, "float64") and leaf.ndim >= 2
 
@@ -36,18 +36,18 @@ def is_matrix(path: str, leaf: Any) -> bool:
 def quantize_params(tree: Any, recipe: Recipe | str | ByPath, *, filter_fn: Filter = is_matrix) -> Any:
     """Quantizes a tree's weights in a recipe's weight format.
 
-    Weights are [..., out, in]; each matrix of a stack (for scan, or experts) is quantized as an array of its own. Embeddings
-    and others that no quantized product reads are to be left out by `filter_fn`.
+    Weights are [..., out, in]; each matrix of a stack (for scan, or experts) is quantized separately. Use `filter_fn` to
+    exclude embeddings and other arrays that no quantized product reads.
 
     Args:
         tree: parameters.
-        recipe: a `Recipe`, its name, or a function from a weight's path ("layers.0.up.weight") to one of these, or to None for
-            one that stays as it is; or a mapping of patterns of paths to these (`recipes.ByPath`).
-        filter_fn: which leaves to quantize, by path and leaf (`Filter`).
+        recipe: a `Recipe`, its name, a function from a weight's path ("layers.0.up.weight") to a recipe, or a mapping of
+            patterns of paths (`recipes.ByPath`). Functions and mappings may give None, which leaves a weight unquantized.
+        filter_fn: selects the leaves to quantize, by path and leaf (`Filter`).
 
     Raises:
-        TypeError, ValueError: a leaf can't be quantized; the message names its path. Or filter_fn takes none; or a mapping's
-            pattern is found in none, or one that stands for a recipe in none that filter_fn takes.
+        TypeError, ValueError: a leaf can't be quantized (the message names its path), `filter_fn` selects nothing, or a pattern
+            of the mapping matches no path (for a recipe: no path that `filter_fn` selects).
 
     Example:
         >>> params = bfp.quantize_params(params, "mxfp8", filter_fn=lambda path, leaf: path.endswith("weight"))
@@ -74,19 +74,16 @@ def quantize_params(tree: Any, recipe: Recipe | str | ByPath, *, filter_fn: Filt
             f"{', '.join(map(repr, others[:5]))}{', ..' if len(others) > 5 else ''}"
         )
     if isinstance(recipe, Mapping):
-        # None may stand for what wouldn't be quantized anyway.
+        # A pattern with None may match leaves that filter_fn excludes anyway.
         recipes.check_paths({pattern: one for pattern, one in recipe.items() if one is not None}, weights)
     return converted
 
 
 def quantize_weight(x: jax.Array, format, *, nominal: np.dtype | None = None, shared: bool = False) -> QuantizedArray:
-    """Quantizes a weight, or each of a stack of them, as an array of its own; a constant (see `with_derivative`).
+    """Quantizes a weight, or each weight of a stack separately; the result is a constant (see `with_derivative`).
 
-    Args:
-        x: [..., out, in].
-        format: the format.
-        nominal: dtype of the result; x's own by default.
-        shared: whether a stack's matrices have one scale per tensor in common.
+    x is [..., out, in]. `nominal` is the result's dtype, x's own by default. With `shared`, a stack's matrices share one tensor
+    scale.
     """
     if not is_matrix("", x) or x.dtype == np.float64:
         raise TypeError(
@@ -104,14 +101,14 @@ def quantize_weight(x: jax.Array, format, *, nominal: np.dtype | None = None, sh
 
 
 def shares_scale(q: QuantizedArray) -> bool:
-    """Returns True where all matrices of a stack share one scale per tensor, as `quantize` of all of it gives them."""
+    """Returns whether all matrices of a stack share one tensor scale, as when the whole stack is quantized at once."""
     if not q.format.has_tensor_scale:
         return False
     return q.scales.shape[:-2] != q.codes.shape[:-2] if q.tensor_scale is None else q.tensor_scale.ndim == 0
 
 
 def dequantize_params(tree: Any, dtype: Any = None) -> Any:
-    """Dequantizes a tree's quantized leaves, to `dtype` or each one's own; other leaves stay as they are."""
+    """Dequantizes a tree's quantized leaves to `dtype` or their own dtype; returns other leaves unchanged."""
 
     def one(q: QuantizedArray):
         read = lambda q: q.dequantize(dtype)  # noqa: E731
@@ -126,14 +123,14 @@ def dequantize_params(tree: Any, dtype: Any = None) -> Any:
 def value_and_grad(
     fun: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
-    """`jax.value_and_grad` for trees that hold quantized arrays.
+    """`jax.value_and_grad` for trees that contain quantized arrays.
 
-    Where an argument has a QuantizedArray, its gradient has a plain array of the same shape and nominal dtype: the derivative
-    with respect to the array that was quantized, straight-through. A carrier beside the codes takes it (`QuantizedArray`).
+    The gradient of a QuantizedArray is a plain array of its shape and nominal dtype: the straight-through derivative with
+    respect to the original array. A carrier next to the codes receives it (`QuantizedArray`).
 
     Args:
-        fun: a function with a scalar result, or (scalar, other) with `has_aux`.
-        argnums: which positional arguments to differentiate with respect to.
+        fun: a function that returns a scalar, or (scalar, other) with `has_aux`.
+        argnums: positional arguments to differentiate with respect to.
         has_aux: as for `jax.value_and_grad`.
 
     Raises:
@@ -164,7 +161,7 @@ def value_and_grad(
 
 
 def grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False) -> Callable[..., Any]:
-    """`jax.grad` for trees that hold quantized arrays; arguments, gradients and errors are those of `value_and_grad`."""
+    """`jax.grad` for trees that contain quantized arrays; arguments, gradients and errors as for `value_and_grad`."""
     both = value_and_grad(fun, argnums, has_aux=has_aux)
 
     @wraps(fun)
@@ -176,10 +173,10 @@ def grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: 
 
 
 def _primal(path: str, leaf):
-    """The point to differentiate at: a plain leaf itself, zeros for a quantized one."""
+    """Returns the point to differentiate at: a plain leaf itself, zeros for a quantized one."""
     if is_quantized(leaf):
         zeros = explicit.zeros_beside(leaf.codes, leaf.shape, leaf.dtype)
-        # Who differentiates this gradient does so with respect to the same array.
+        # A second derivative is taken with respect to the same array.
         return zeros if leaf.carrier is None else straight_through(zeros, leaf.carrier)
     if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
         raise TypeError(
@@ -197,7 +194,7 @@ def _with_carrier(leaf, point):
 
 
 def _without_lone_carrier(leaf):
-    """Drops the carrier, which nothing wants any more, of a leaf that a differentiated function gives beside its value."""
+    """Drops the carrier of a leaf in a differentiated function's auxiliary output, which is no longer needed."""
     if _shares(leaf):
         return leaf.unshared()
     return with_derivative(leaf, leaf.tangent) if is_quantized(leaf) and leaf.tangent is not None else leaf

@@ -1,7 +1,7 @@
-"""Whole parameter trees onto a mesh and back: `shard_params`, the PartitionSpecs for shard_map, `unshard_params`.
+"""Placement of whole parameter trees on a mesh: `shard_params`, PartitionSpecs for shard_map, `unshard_params`.
 
-A plain array lies as JAX lays it. Of a quantized one each rank stores what `storage` says, and the parts that JAX sees are all
-ranks' parts one after another: rows that don't divide evenly and blocks that straddle ranks are no matter then.
+Plain arrays are sharded by JAX. For a quantized array, each rank stores what `storage` defines, and JAX sees all ranks' parts
+concatenated, so uneven rows and blocks that span ranks are allowed.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from .trees import check_alike, map_with_path
 
 
 def shard_params(tree: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
-    """Places parameters on a mesh, each leaf cut as its PartitionSpec says.
+    """Places parameters on a mesh, each leaf sharded by its PartitionSpec.
 
-    A quantized leaf has the codes and scales of its part of the whole, wherever cuts fall: rows that don't divide evenly are
-    filled up, and a block that straddles ranks has its scale on each. Of a stack of matrices an axis before the last two may be
-    cut too, evenly: experts of `grouped_linear` over its `expert_axis`.
+    Each rank gets the codes and scales of its part of a quantized leaf, wherever the cuts are: uneven rows are padded, and each
+    rank that shares a block gets its scale. An axis before the last two of a stack can also be cut, evenly: experts of
+    `grouped_linear` over its `expert_axis`.
 
     Args:
-        tree: parameters, whole.
+        tree: whole parameters.
         mesh: the devices.
-        specs: a tree of PartitionSpecs, or one for whole subtrees. Of [out, in] over tensor parallelism's axis "tp" under
-            FSDP's "fsdp": P(("tp", "fsdp")) for a column parallel layer, P("fsdp", "tp") for a row parallel one.
+        specs: a tree of PartitionSpecs, where one may cover a whole subtree. For [out, in] with tensor parallelism "tp" under
+            FSDP "fsdp": P(("tp", "fsdp")) for a column-parallel layer, P("fsdp", "tp") for a row-parallel one.
 
     Raises:
-        TypeError: `mesh` is no mesh.
-        ValueError: a spec that doesn't fit its leaf or names an axis that the mesh lacks; the message names the leaf's path.
+        TypeError: `mesh` is not a mesh.
+        ValueError: a spec doesn't fit its leaf or names an axis that the mesh lacks; the message names the leaf's path.
     """
     if not isinstance(mesh, jax.sharding.Mesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
@@ -84,7 +84,7 @@ def shard_params(tree: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
         kept = [(q.without_carrier(), s) for q, s in zip(whole, shardings, strict=True) if s is not None]
         return [_lying_alike(partial(_stored, sharding=s), q) for q, s in kept]
 
-    # None says that a leaf is plain; the others are cut in one program.
+    # None marks plain leaves; all others are cut in one program.
     stored = iter(cut([q if s is not None else None for q, s in zip(leaves, shardings, strict=True)]))
     placed = [
         _put(next(stored), mesh, spec) if s is not None else jax.device_put(leaf, NamedSharding(mesh, spec))
@@ -94,23 +94,23 @@ def shard_params(tree: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
 
 
 def named_shardings(tree: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
-    """The NamedShardings of a tree's parts whose leaves are cut as PartitionSpecs say, for JAX's own functions.
+    """Returns the NamedShardings of a tree whose leaves are sharded by PartitionSpecs, for JAX's own functions.
 
-    `jax.device_put(q, NamedSharding(mesh, spec))` gives one sharding to codes, scales and the scale of a whole tensor alike,
-    which only fits where all of them have these axes and can be cut evenly. This tree has one for each: it is what
-    `jax.device_put`, `jit(in_shardings=, out_shardings=)` and, part by part, `jax.make_array_from_callback` take. The arrays
-    stay whole to the program, and XLA cuts what is made of them; for `jax.shard_map` and uneven cuts take `shard_params`.
+    `jax.device_put(q, NamedSharding(mesh, spec))` applies one sharding to codes, scales and tensor scale, which only works if
+    all of them have these axes and divide evenly. This tree has a sharding per part, for `jax.device_put`, `jit(in_shardings=,
+    out_shardings=)` and, part by part, `jax.make_array_from_callback`. The program sees whole arrays, and XLA partitions its
+    operations; for `jax.shard_map` and uneven cuts use `shard_params`.
 
     Args:
-        tree: parameters, whole; or their shapes.
+        tree: whole parameters, or their shapes.
         mesh: the devices.
-        specs: a tree of PartitionSpecs, or one for whole subtrees.
+        specs: a tree of PartitionSpecs, where one may cover a whole subtree.
 
     Returns:
-        The tree with a NamedSharding for each array. Along an axis that the mesh doesn't cut evenly a part lies whole.
+        The tree with a NamedSharding for each array. Parts stay whole along axes that the mesh doesn't divide evenly.
 
     Raises:
-        ValueError: a spec that doesn't fit its leaf or names an axis that the mesh lacks, or a leaf of `shard_params`.
+        ValueError: a spec doesn't fit its leaf or names an axis that the mesh lacks, or a leaf comes from `shard_params`.
 
     Example:
         >>> params = jax.device_put(params, bfp.named_shardings(params, mesh, P("data")))
@@ -148,11 +148,12 @@ def _mesh_of(placed: Any) -> jax.sharding.Mesh:
 
 
 def shard_state(state: Any, params: Any) -> Any:
-    """Places an optimizer's state on the mesh of its parameters: masters and moments lie as `params`, of `shard_params`, do.
+    """Places an optimizer's state on the mesh of its parameters: masters and moments are sharded like `params`.
 
     Args:
-        state: of an optimizer's `init` on the whole parameters.
-        params: the sharded parameters. Whatever in the state has their structure is placed like them, all else on every rank.
+        state: from an optimizer's `init` on the whole parameters.
+        params: the parameters from `shard_params`. Subtrees of the state with their structure are sharded like them, everything
+            else is replicated.
     """
     leaves, structure = jax.tree.flatten(params, is_leaf=_is_leaf)
     if not leaves:
@@ -197,12 +198,12 @@ def _like(x: jax.Array | None, param) -> jax.Array | None:
 
 
 def partition_specs(tree: Any, specs: Any = PartitionSpec()) -> Any:  # noqa: B008
-    """The tree's PartitionSpecs, leaf by leaf, for `in_specs` and `out_specs` of shard_map.
+    """Returns the tree's PartitionSpecs, leaf by leaf, for `in_specs` and `out_specs` of shard_map.
 
     Args:
-        tree: parameters of `shard_params`; or arrays or shapes of them.
-        specs: for leaves that carry no sharding of their own (inside jit), a tree of PartitionSpecs or one for all: of plain
-            leaves, and of the leading axes of quantized ones.
+        tree: parameters from `shard_params`, as arrays or shapes.
+        specs: specs for arrays without a sharding of their own (inside jit), as a tree or one for all: for plain leaves, and
+            for the leading axes of quantized ones.
     """
 
     def spec(path: str, leaf, given):
@@ -215,9 +216,9 @@ def partition_specs(tree: Any, specs: Any = PartitionSpec()) -> Any:  # noqa: B0
 
 
 def unshard_params(tree: Any) -> Any:
-    """Joins quantized leaves to what they were before `shard_params`: what checkpoints hold, and other meshes take.
+    """Joins sharded quantized leaves to whole arrays, for checkpoints and other meshes; inverts `shard_params`.
 
-    Their codes and scales are JAX arrays of the whole's shape, which stay cut over the devices where that divides them evenly.
+    Their codes and scales become JAX arrays of the whole shape, still sharded over the devices if that is even.
     """
 
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_quantized)
@@ -228,7 +229,7 @@ def unshard_params(tree: Any) -> Any:
 
 
 def _even(q: QuantizedArray) -> QuantizedArray:
-    """The NamedShardings of the parts of the whole of `q`: cut as `q` is, along axes that this divides evenly."""
+    """Returns NamedShardings for the parts of the whole of `q`: sharded like `q` if that is even."""
     shapes, mesh = _shapes(_whole, q), _mesh_of(q)
 
     def even(part, spec):
@@ -240,10 +241,10 @@ def _even(q: QuantizedArray) -> QuantizedArray:
 
 
 def unshard_state(state: Any, params: Any) -> Any:
-    """Joins an optimizer's state to what `shard_state` took: whole masters and moments.
+    """Joins an optimizer's state to whole masters and moments; inverts `shard_state`.
 
     Args:
-        state: a state that lies like `params`.
+        state: a state sharded like `params`.
         params: the sharded parameters.
     """
     structure = jax.tree.structure(params, is_leaf=_is_leaf)
@@ -265,7 +266,7 @@ def unshard_state(state: Any, params: Any) -> Any:
 
 
 def _broadcast(specs: Any, tree: Any) -> Any:
-    """Broadcasts a tree of specs, which may have one for a whole subtree, to the leaves of `tree`."""
+    """Broadcasts a tree of specs, where one may cover a subtree, to the leaves of `tree`."""
     is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
     check_alike(specs, tree, is_spec)
     return jax.tree.map(
@@ -274,14 +275,14 @@ def _broadcast(specs: Any, tree: Any) -> Any:
 
 
 def _specs_of(q: QuantizedArray, given: PartitionSpec = PartitionSpec()) -> Any:  # noqa: B008
-    """The PartitionSpecs of what `q` stores, as a QuantizedArray of them; of its leading axes as it lies, else as `given`."""
+    """Returns the PartitionSpecs of `q`'s stored parts as a QuantizedArray; leading axes use `q`'s own spec, or `given`."""
     sharding, stacked = q.sharding, q.codes.ndim - 2
     assert sharding is not None
     own = getattr(q.codes, "sharding", None)
     spec = own.spec if given == PartitionSpec() and isinstance(own, NamedSharding) else given
     leading = (*spec, *(None,) * stacked)[:stacked]
     cut = PartitionSpec(*leading, *(sharding.order(dim) or None for dim in (0, 1)))
-    # One scale for each matrix of a stack, or one for all.
+    # One scale per matrix of a stack, or one for all.
     of_tensor = PartitionSpec() if shares_scale(q) else PartitionSpec(*leading)
     tensor_scale = None if q.tensor_scale is None else of_tensor
     tangent = None if q.tangent is None else cut
@@ -290,12 +291,13 @@ def _specs_of(q: QuantizedArray, given: PartitionSpec = PartitionSpec()) -> Any:
 
 
 def _shapes(function: Callable[[Any], Any], tree: Any) -> Any:
-    """The shapes of function(tree), wherever its arrays lie."""
+    """Returns the shapes of function(tree), independent of its arrays' placement."""
     return jax.eval_shape(function, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree))
 
 
 def _lying_alike(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Runs function(tree), which makes each array of one; on Explicit axes they lie as these do, where that is even."""
+    """Runs function(tree), which maps each array to one; with Explicit axes, results keep the arrays' sharding if it is
+    even."""
     mesh = explicit.mesh_of(tree)
     if mesh is None:
         return function(tree)
@@ -309,7 +311,7 @@ def _take(x: jax.Array, places: np.ndarray, axis: int) -> jax.Array:
 
 
 def _stored(q: QuantizedArray, sharding: Sharding) -> QuantizedArray:
-    """Cuts a whole array into what all ranks store, one after another along the axes that are cut."""
+    """Cuts a whole array into all ranks' stored parts, concatenated along the cut axes."""
     format, bits = q.format, q.format.element.bits
     columns = storage.length(sharding, 1)
 
@@ -319,14 +321,14 @@ def _stored(q: QuantizedArray, sharding: Sharding) -> QuantizedArray:
         if not format.per_tensor:
             scales = storage.take(scales, _scale_places(format, sharding, dim), dim - 2)
     if columns:
-        # Each rank's columns are packed by themselves.
+        # Each rank's columns are packed separately.
         codes = layout.pack(codes.reshape(*codes.shape[:-1], -1, columns), bits)
         codes = codes.reshape(*codes.shape[:-2], -1)
     return QuantizedArray(codes, scales, q.tensor_scale, format, columns, q.dtype, sharding=sharding)
 
 
 def _element_places(sharding: Sharding, dim: int) -> np.ndarray:
-    """The index in the whole of each stored row (or column), -1 for none."""
+    """Returns the index in the whole of each stored row (or column), -1 for padding."""
     size = storage.length(sharding, dim)
     return _places(sharding, dim, size, lambda rank: sharding.span(dim, rank))
 
@@ -346,13 +348,13 @@ def _places(sharding: Sharding, dim: int, size: int, span: Callable[[int], tuple
 
 
 def _first_of_each(places: np.ndarray) -> np.ndarray:
-    """The index in storage of each entry of the whole: the first, where several ranks store the scale of one block."""
+    """Returns the first storage index of each entry of the whole; several ranks may store a block's scale."""
     entries, first = np.unique(places, return_index=True)
     return first[entries >= 0]
 
 
 def _whole(q: QuantizedArray) -> QuantizedArray:
-    """Joins what all ranks store to the whole array."""
+    """Joins all ranks' stored parts to the whole array."""
     sharding, format, bits = q.sharding, q.format, q.format.element.bits
     assert sharding is not None
     columns = q.columns

@@ -1,4 +1,4 @@
-"""Trees of parameters, whose leaves may be quantized: walked with paths, so that messages name the leaf."""
+"""Parameter trees with quantized leaves, traversed with paths so that errors name the leaf."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..arrays.identity import Static
 
 
 def path_name(path: Sequence[Any]) -> str:
-    """A leaf's path as names and numbers with dots between: "layers.0.weight"."""
+    """Returns a leaf's path as names and numbers joined by dots: "layers.0.weight"."""
     return ".".join(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
 def map_with_path(function: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] = is_quantized) -> Any:
-    """Maps over leaves, quantized arrays being whole ones, as `jax.tree.map` does; `function` gets the path's name first.
+    """Like `jax.tree.map` over leaves, including whole quantized arrays; `function` first gets the path's name.
 
-    An exception names the path, also where one of `rest` isn't made like `tree`.
+    Exceptions name the path, also if a tree in `rest` has another structure.
     """
 
     def named(path, *leaves):
@@ -39,7 +39,8 @@ def map_with_path(function: Callable[..., Any], tree: Any, *rest: Any, is_leaf: 
 
 
 def check_alike(tree: Any, other: Any, is_leaf: Callable[[Any], bool] = is_quantized) -> None:
-    """Raises ValueError, naming the path, where `other` isn't made like `tree`; where that has a leaf it may have a subtree."""
+    """Raises ValueError, naming the path, if `other` has another structure than `tree`; it may have subtrees at `tree`'s
+    leaves."""
     try:
         jax.tree.structure(tree, is_leaf=is_leaf).flatten_up_to(other)
     except ValueError as error:
@@ -48,7 +49,7 @@ def check_alike(tree: Any, other: Any, is_leaf: Callable[[Any], bool] = is_quant
 
 
 def _difference(tree: Any, other: Any, is_leaf: Callable[[Any], bool], path: tuple[Any, ...]) -> str | None:
-    """Describes the first place at which `other` isn't made like `tree`; None where there is none."""
+    """Describes the first structural difference between `other` and `tree`, or returns None."""
     children, made = _children(tree)
     if is_leaf(tree) or jax.tree_util.treedef_is_leaf(made):
         return None
@@ -61,7 +62,7 @@ def _difference(tree: Any, other: Any, is_leaf: Callable[[Any], bool], path: tup
 
 
 def _children(node: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
-    """(key, child) of a tree's first level, and what it is made of; a leaf's only child is itself, without a key."""
+    """Returns (key, child) pairs of a tree's first level and its structure; a leaf is its own only child, without a key."""
     return jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda part: part is not node)
 
 
@@ -71,7 +72,7 @@ def _made_of(node: Any, children: list[tuple[tuple[Any, ...], Any]]) -> str:
 
 
 def describe(leaf: Any) -> str:
-    """Describes a leaf in an error message: its format, dtype and shape; of something else its type."""
+    """Describes a leaf for an error message: format, dtype and shape, or the type of another object."""
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         return type(leaf).__name__
     return f"{f'{leaf.format} of ' if is_quantized(leaf) else ''}{leaf.dtype} {tuple(leaf.shape)}"
@@ -81,18 +82,18 @@ def describe(leaf: Any) -> str:
 
 
 def rebuild_params(tree: Any) -> Any:
-    """Rebuilds quantized arrays where a tree has the dictionaries of their parts.
+    """Rebuilds quantized arrays from dictionaries of their parts in a tree.
 
-    That is what Orbax restores without a target, and `flax.serialization.msgpack_restore`: "codes_mxfp8_e4m3_bfloat16_64",
-    "scales", .., of which the first says format, dtype and columns.
+    Orbax without a target and `flax.serialization.msgpack_restore` return such dictionaries: "codes_mxfp8_e4m3_bfloat16_64",
+    "scales", ..; the name of the codes encodes format, dtype and columns.
 
     Args:
-        tree: what was restored; leaves that aren't such parts stay as they are.
+        tree: the restored tree; other leaves are unchanged.
 
     Raises:
-        ValueError: parts that are missing or don't fit each other, an unknown format, or parts of an array that was cut over
-            a mesh; the message names the path.
-        TypeError: parts of another dtype.
+        ValueError: parts are missing or don't match, the format is unknown, or the array was sharded over a mesh; the message
+            names the path.
+        TypeError: a part has a wrong dtype.
 
     Example:
         >>> params = bfp.rebuild_params(checkpointer.restore(path))
@@ -105,7 +106,7 @@ def _is_parts(node: Any) -> bool:
 
 
 def rebuild(parts: Mapping[str, Any]) -> QuantizedArray:
-    """Makes the quantized array of a dictionary of parts by name, checked."""
+    """Makes a quantized array from a dictionary of parts, and checks it."""
     names = {name: identity.parse_codes_name(name) for name in parts}
     found = {name: static for name, static in names.items() if static is not None}
     given = {name: part for name, part in parts.items() if part is not None}
@@ -120,7 +121,7 @@ def rebuild(parts: Mapping[str, Any]) -> QuantizedArray:
 def _checked(codes: jax.Array, scales: jax.Array, tensor_scale: jax.Array | None, static: Static) -> QuantizedArray:
     format = static.format
     checks.check_codes(codes, static.columns, format)
-    # Each matrix of a stack may have its own scale per tensor: then one of them is looked at.
+    # Each matrix of a stack may have its own tensor scale; then check the shapes of one.
     own = tensor_scale.ndim if tensor_scale is not None else 0
     if format.per_tensor and scales.ndim == codes.ndim and scales.shape[-2:] == (1, 1) and scales.size > 1:
         own = codes.ndim - 2

@@ -1,1 +1,1 @@
-"""The layouts of quantized weights that other libraries read, a file each; `layout.Layout` says what one is."""
+"""Layouts of quantized weights for other libraries, one per file; `layout.Layout` is the interface."""

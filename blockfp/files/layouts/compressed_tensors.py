@@ -1,6 +1,6 @@
 """The layout of compressed-tensors, which vLLM and transformers read.
 
-| format | `quantization_config` says | weight | weight_scale |
+| format | `quantization_config` | weight | weight_scale |
 |---|---|---|---|
 | fp8_e4m3, .._pow2 | float-quantized, strategy tensor | F8_E4M3 | F32 [1] |
 | fp8_e4m3_row, .._pow2 | float-quantized, strategy channel | F8_E4M3 | F32 [out, 1] |
@@ -10,9 +10,9 @@
 | mxfp4_e2m1, .._32x32, .._floor | mxfp4-pack-quantized, strategy group, 32 | U8 weight_packed | U8 [out, in/32] |
 | nvfp4, nvfp4_4over6.., .._16x16 | nvfp4-pack-quantized, strategy tensor_group, 16 | U8 weight_packed | F8_E4M3 [out, in/16] |
 
-NVFP4 has a weight_global_scale F32 [1] beside them, div(1, tensor_scale), by which readers divide. Codes are the same bytes.
-Scales of square blocks of 16 and 32 are repeated for each row. FP8 and MX values come out to the bit; those of NVFP4 within
-2 ulp of fp32, because compressed-tensors computes code * (s_b / global_scale), and blockfp code * (s_b * tensor_scale).
+NVFP4 also has weight_global_scale F32 [1] = div(1, tensor_scale), by which readers divide. Codes are the same bytes. Scales of
+square blocks of 16 and 32 are repeated for each row. FP8 and MX values are bit-exact; NVFP4 values are within 2 ulp of fp32,
+because compressed-tensors computes code * (s_b / global_scale), and blockfp code * (s_b * tensor_scale).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Scheme:
 
     Attributes:
         format: its name for the layout.
-        weights: its description of the numbers, the fields of its `QuantizationArgs`.
-        packed: whether codes are two a byte, in an entry "weight_packed".
+        weights: fields of its `QuantizationArgs`.
+        packed: whether an entry "weight_packed" holds two codes per byte.
     """
 
     format: str
@@ -46,12 +46,12 @@ class Scheme:
 
     @property
     def group(self) -> int | None:
-        """Columns that share a scale, and must divide a row."""
+        """Columns per scale, which must divide a row."""
         return self.weights.get("group_size")
 
 
 def scheme(format: Format) -> Scheme | None:
-    """The description of a format; None where compressed-tensors has no layout for it."""
+    """Returns the description of a format, or None if compressed-tensors has no layout for it."""
     common = {"num_bits": format.element.bits, "type": "float", "symmetric": True, "dynamic": False}
     if format.element is E4M3 and format.block is None:
         return Scheme("float-quantized", {**common, "strategy": "tensor"}, False)
@@ -152,5 +152,5 @@ def _config(schemes: dict[str, Scheme]) -> dict[str, Any]:
 
 
 def _target(layer: str) -> str:
-    """A layer's name as a target: without a dot, compressed-tensors might take it for a class such as "Linear"."""
+    """Returns a layer's name as a target; compressed-tensors may take a name without a dot for a class such as "Linear"."""
     return layer if "." in layer else f"re:^{re.escape(layer)}$"

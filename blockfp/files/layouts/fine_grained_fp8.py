@@ -1,6 +1,6 @@
-"""The layout of DeepSeek's and Qwen's FP8 releases, "fp8" in transformers, vLLM and SGLang: blocks of 128x128.
+"""The layout of DeepSeek's and Qwen's FP8 releases ("fp8" in transformers, vLLM and SGLang): 128x128 blocks.
 
-NAME holds the codes as F8_E4M3 and NAME_scale_inv, F32, one scale for each block, by which codes are multiplied.
+NAME holds the codes as F8_E4M3; NAME_scale_inv (F32) holds one scale per block, a factor of the codes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The table of layouts, and models brought into one."""
+"""The table of layouts, and conversion of models to a layout's formats."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .mxfp4 import MXFP4
 LAYOUTS: dict[str, Layout] = {known.name: known for known in (CompressedTensors(), FineGrainedFP8(), ModelOpt(), MXFP4())}
 
 Requantized = Callable[[Weight, np.ndarray, QuantizedArray], None]
-"""Called with a weight, its values before, and what it became."""
+"""Called with a weight, its previous values, and its requantization."""
 
 
 def in_formats_of(known: Layout, model: Contents, done: Requantized) -> Contents:
-    """Returns a model whose weights the layout holds: those in other formats are requantized when they are read.
+    """Returns a model in formats that the layout supports; other weights are requantized when they are read.
 
-    A weight that the layout can't hold for another reason than its format stays as it is, for `write_layout` to refuse. Scales
-    of activations are left out: what the layout's configuration says of these is other than it was.
+    A weight that the layout rejects for another reason stays unchanged, so that `write_layout` raises the error. Scales of
+    activations are dropped, because the layout's configuration doesn't describe them.
     """
     weights = {}
     for name, weight in model.weights.items():
@@ -59,7 +59,7 @@ def _requantized(known: Layout, model: Contents, weight: Weight, done: Requantiz
         def read() -> np.ndarray:
             array = np.asarray(of(made()))
             if last:
-                # A model's weights come one after another: none of them is kept when its last part is written.
+                # Models are written weight by weight: drop this weight after its last part.
                 made.cache_clear()
             return array
 
@@ -71,7 +71,7 @@ def _requantized(known: Layout, model: Contents, weight: Weight, done: Requantiz
 
 
 def _weight(weight: Weight, format: Format, read: Sequence[Callable[[], np.ndarray]]) -> Weight:
-    """The weight in another format, whose parts are read so."""
+    """Returns a weight in another format whose parts are computed by `read`."""
     _, *entries = quantized_entries(weight.name, weight.shape, weight.dtype, format)
     tensors = [Tensor(weight.name, entry.dtype, entry.shape, get) for entry, get in zip(entries, read, strict=True)]
     codes, scales, *rest = tensors

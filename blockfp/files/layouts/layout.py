@@ -1,4 +1,4 @@
-"""`Layout`, the way in which a library keeps quantized weights in files, and how a model is written in one."""
+"""`Layout`: how a library stores quantized weights, and how to write a model in this way."""
 
 from __future__ import annotations
 
@@ -24,46 +24,46 @@ from ..released import FP8
 
 
 class Layout(ABC):
-    """Entries of weights in .safetensors files, and the JSON files that a folder has beside them.
+    """Entries of weights in .safetensors files, and the JSON files next to them.
 
-    Codes and scales may be read as arrays of any library; a tensor scale is NumPy's.
+    Codes and scales may be arrays of any library; a tensor scale is a NumPy array.
 
     Attributes:
-        name: the word for it in the command.
+        name: its name in the `blockfp` command.
     """
 
     name: str
 
     @abstractmethod
     def problem(self, weight: Weight) -> str | None:
-        """The reason why the layout can't hold a weight of this format, shape or name, or None."""
+        """Returns why the layout can't hold a weight of this format, shape or name, or None."""
 
     @abstractmethod
     def nearest(self, format: Format) -> Format:
-        """A format that the layout has, for weights in one that it has not."""
+        """Returns the closest supported format."""
 
     @abstractmethod
     def laid_out(self, weight: Weight) -> list[Tensor]:
-        """The entries of a weight."""
+        """Returns the entries of a weight."""
 
     @abstractmethod
     def configs(self, model: Contents) -> dict[str, dict[str, Any]]:
-        """Returns the content of the folder's JSON files, by their names."""
+        """Returns the contents of the folder's JSON files, by file name."""
 
     def trouble(self, weight: Weight) -> str | None:
-        """The reason why the layout can't hold these very scales, or None; reads them."""
+        """Returns why the layout can't hold the values of these scales, or None; reads the scales."""
         return nan_scales(weight, self.name)
 
 
 _OF_ADAPTERS = {"base_layer", "modules_to_save", "original_module", "prompt_encoder"}
-"""Parts of names that PEFT gives to what stands under an adapter or beside it."""
+"""Components of names that PEFT gives to adapters and to the layers that they wrap."""
 
 
 def not_released(names: Iterable[str]) -> tuple[str, str] | None:
-    """Returns a name that no release has, and the reason; None if there is none.
+    """Returns a name that no released model has, and the reason; None if all names are usual.
 
-    Such are those of adapters, and of the layers that stand under them: PEFT's, and others' that call theirs `lora_..` (litgpt,
-    torchtune). Readers leave their own random weights where they find a layer under another name.
+    These are names of adapters and wrapped layers, from PEFT or from libraries that use `lora_..` (litgpt, torchtune). A reader
+    that doesn't find a layer under its usual name would keep random weights.
     """
     for name in names:
         parts = name.split(".")
@@ -81,18 +81,10 @@ def not_released(names: Iterable[str]) -> tuple[str, str] | None:
 
 
 def write_layout(known: Layout, model: Contents, folder: Path, file_bytes: int | None, done: Progress) -> None:
-    """Writes model.safetensors and the layout's JSON files; keys that a config.json beside the model has stay there.
+    """Writes model.safetensors and the layout's JSON files to `folder`, keeping other keys of the model's config.json.
 
-    Args:
-        known: the layout.
-        model: what to write.
-        folder: where to.
-        file_bytes: as for `blockfp.save`.
-        done: called with each tensor.
-
-    Raises:
-        BadFile: the layout can't hold a weight, for its format, its shape, its name or its scales, or a tensor can't be stored,
-            or is an adapter's; nothing is written then.
+    `file_bytes` is that of `blockfp.save`; `done` is called with each tensor. Raises BadFile, before writing, if the layout
+    can't hold a weight's format, shape, name or scales, if a tensor can't be stored, or if one belongs to an adapter.
     """
     if found := not_released((*model.weights, *model.others)):
         raise BadFile(model.path, found[1], found[0])
@@ -115,7 +107,7 @@ def write_layout(known: Layout, model: Contents, folder: Path, file_bytes: int |
 
 
 def _beside(path: Path, name: str) -> dict[str, Any]:
-    """Reads a JSON file beside a model's file; {} where there is none."""
+    """Reads a JSON file next to a model's file; returns {} if there is none."""
     if path.suffix not in (".safetensors", ".json"):
         return {}
     try:
@@ -130,22 +122,22 @@ def _beside(path: Path, name: str) -> dict[str, Any]:
 
 
 def is_weight(name: str) -> bool:
-    """Tells whether a name is that of a layer's weight."""
+    """Returns whether a name belongs to a layer's weight."""
     return name.rpartition(".")[2] == "weight"
 
 
 def layer_of(name: str) -> str:
-    """The layer's name in that of its weight."""
+    """Returns the layer's name, given its weight's."""
     return name.rpartition(".")[0]
 
 
 def unquantized_layers(model: Contents) -> list[str]:
-    """Names of the layers whose weights are matrices in high precision."""
+    """Returns the names of layers whose weights are unquantized matrices."""
     return sorted(layer_of(name) for name, tensor in model.others.items() if is_weight(name) and len(tensor.shape) == 2)
 
 
 def nearest(format: Format, formats: Iterable[Format]) -> Format:
-    """The format of the same element, or else of the most bits, whose blocks are most alike."""
+    """Returns the format with the most similar element, then block shape, scale dtype and block size."""
     size = lambda f: 0 if f.block is None else f.block[0] * f.block[1]  # noqa: E731
 
     def distance(other: Format) -> tuple:
@@ -156,18 +148,18 @@ def nearest(format: Format, formats: Iterable[Format]) -> Format:
 
 
 def codes_as(name: str, weight: Weight) -> Tensor:
-    """The codes under a name: packed ones as bytes, others in the FP8 dtype."""
+    """Returns the codes as a tensor: packed codes as bytes, others as FP8."""
     dtype = np.dtype(np.uint8) if weight.format.element.packed else FP8
     return Tensor(name, dtype, weight.codes.shape, lambda: _viewed(weight.codes.read(), dtype))
 
 
 def _viewed(x: Array, dtype: np.dtype) -> Array:
-    """The bytes of an array of any library as another dtype."""
+    """Views the bytes of an array of any library as another dtype."""
     return x.view(dtype if isinstance(x, np.ndarray) else getattr(array_namespace(x), dtype.name))
 
 
 def scales_of_rows(name: str, weight: Weight, dtype: np.dtype, shape: tuple[int, ...]) -> Tensor:
-    """The scales of blocks of one row: those of square blocks are repeated for each."""
+    """Returns scales of one-row blocks; scales of square blocks are repeated for each row."""
     block_rows = (weight.format.block or (1, 1))[0]
 
     def repeated() -> Array:
@@ -177,7 +169,7 @@ def scales_of_rows(name: str, weight: Weight, dtype: np.dtype, shape: tuple[int,
 
 
 def nan_scales(weight: Weight, reader: str) -> str | None:
-    """The reason why a reader that knows no NaN in scales of a byte would read other values, or None."""
+    """Returns why a reader would misread NaN scales stored as bytes, or None if there are none."""
     nan = weight.format.scale.nan_code
     if nan is not None and (weight.scales.read() == nan).any():
         return f"has NaN scales, which {reader} would read as numbers"

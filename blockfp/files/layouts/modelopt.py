@@ -1,7 +1,7 @@
 """The layout of NVIDIA's ModelOpt for NVFP4, which TensorRT-LLM, vLLM and SGLang read.
 
-NAME holds two codes a byte, NAME_scale (F8_E4M3) one scale for each 16 of a row, NAME_scale_2 (F32) that of the tensor. The
-product of the three is the value, as in blockfp, so that every bit stays what it is.
+NAME holds two codes per byte, NAME_scale (F8_E4M3) one scale per 16 columns, NAME_scale_2 (F32) the tensor scale. A value is
+the product of all three, as in blockfp, so all bits are kept.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The layout of gpt-oss, "mxfp4" in transformers: experts in blocks of 32.
 
-NAME_blocks (U8) is [.., rows, blocks, 16], two codes a byte, and NAME_scales (U8) is [.., rows, blocks].
+NAME_blocks (U8) is [.., rows, blocks, 16] with two codes per byte, and NAME_scales (U8) is [.., rows, blocks].
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Whole arrays through the kernels: leading axes, ragged ends and small arrays, with the definition's bits.
+"""Applies the kernels to whole arrays: leading axes, ragged ends and small arrays, with the definition's bits.
 
-The kernels take matrices of whole blocks that are at least one program's size. Anything else is filled up with zeros, which
-change no amax, and its codes and scales are cut out: exact, and a copy slower.
+Kernels take matrices of whole blocks of at least one program's size. Other arrays are padded with zeros, which don't change
+amaxes, and codes and scales are cut out: exact, but a copy slower.
 """
 
 from __future__ import annotations
@@ -18,17 +18,13 @@ from blockfp.formats import E2M1, Format
 
 from . import columnwise, dequantize, fp4, mosaic, rowwise
 
-_ROW = 32  # elements of a row in what has no blocks
-_SMALLEST = 128  # rows of a program, at least
+_ROW = 32  # elements per row for formats without blocks
+_SMALLEST = 128  # minimum number of rows per program
 
 
 def refusal(operation: str, format: Format) -> str | None:
-    """Returns the reason why there is no kernel, or None where there is one.
-
-    Args:
-        operation: "quantize", "quantize_columnwise", "quantize_both" or "dequantize".
-        format: the format.
-    """
+    """Returns why there is no kernel, or None; `operation` is "quantize", "quantize_columnwise", "quantize_both" or
+    "dequantize"."""
     if format.per_row:
         return f"no Pallas kernel does {operation} of a scale for each row, {format}"
     if format.scale.four_over_six and operation != "dequantize":
@@ -48,19 +44,15 @@ def refusal(operation: str, format: Format) -> str | None:
 
 
 def tensor_amax(x: jax.Array) -> jax.Array:
-    """int32 (): fp32 bits of the largest magnitude of x, NaN ignored."""
+    """Returns int32 (): the fp32 bits of x's largest magnitude, ignoring NaN."""
     return jnp.max(rowwise.amax(_flat(x))) if x.size else jnp.int32(0)
 
 
 def quantize(x: jax.Array, format: Format, nominal: str | None = None, *, amax: jax.Array | None = None) -> Quantized:
-    """Quantizes to nearest as `numerics.quantize`, in a format that `refusal` has nothing against.
+    """Quantizes x [..., rows, columns] to nearest as `numerics.quantize` does, in a format that `refusal` accepts.
 
-    Args:
-        x: [..., rows, columns].
-        format: the format.
-        nominal: as for `numerics.quantize`.
-        amax: int32 bits of shape (), the tensor's amax where the format has a scale per tensor; computed by default. For
-            FP8 per tensor a float32 is the multiplier itself (delayed scaling).
+    `amax` holds the int32 bits () of the tensor's amax for formats with a tensor scale, computed by default. For FP8 per
+    tensor, float32 is the multiplier itself (delayed scaling).
     """
     if x.size == 0:
         return numerics.quantize(x, format, nominal=nominal)
@@ -88,14 +80,9 @@ def quantize(x: jax.Array, format: Format, nominal: str | None = None, *, amax: 
 def columnwise_quantize(
     x: jax.Array, format: Format, nominal: str | None = None, *, rows: bool, amax: jax.Array | None = None
 ) -> tuple[Quantized | None, Quantized]:
-    """Computes (`quantize(x)` or None, `quantize(x.mT)`), from one read of x where `rows` asks for both.
+    """Computes (`quantize(x)` if `rows` else None, `quantize(x.mT)`) from one read of x [..., rows, columns].
 
-    Args:
-        x: [..., rows, columns].
-        format: FP8 per tensor, or 8-bit with 1xB blocks.
-        nominal: as for `numerics.quantize`.
-        rows: whether to quantize x itself too.
-        amax: as for `quantize`.
+    Formats are FP8 per tensor, or 8-bit with 1xB blocks; `nominal` and `amax` are those of `quantize`.
     """
     if x.size == 0:
         first = numerics.quantize(x, format, nominal=nominal) if rows else None
@@ -123,7 +110,7 @@ def columnwise_quantize(
 
 
 def _each(kernel, matrices: jax.Array) -> list[jax.Array]:
-    """Runs a kernel for each matrix, and stacks the results."""
+    """Runs a kernel for each matrix and stacks the results."""
     if matrices.shape[0] == 1:
         return [result[None] for result in kernel(matrices[0])]
     return lax.map(kernel, matrices)
@@ -132,7 +119,7 @@ def _each(kernel, matrices: jax.Array) -> list[jax.Array]:
 def dequantize_array(
     codes: jax.Array, scales: jax.Array, tensor_scale: jax.Array | None, format: Format, dtype: str, *, columns: int
 ) -> jax.Array:
-    """Decodes as `numerics.dequantize`, of a format that `refusal` has nothing against; arguments as there."""
+    """Dequantizes as `numerics.dequantize` does, in a format that `refusal` accepts."""
     shape = (*codes.shape[:-1], columns)
     if math.prod(shape) == 0:
         return numerics.dequantize(codes, scales, tensor_scale, format, dtype, columns=columns)
@@ -154,7 +141,7 @@ def dequantize_array(
             values = fp4.dequantize(flat, flat_scales, scale, format, dtype)
         return values.reshape(rows, across * block)[: codes.shape[0], :columns].reshape(shape)
     if per_byte == 2:
-        # A square block's scale stands for each of its rows.
+        # Repeat a square block's scale for each of its rows.
         repeated = layout.repeat_scales(scales, block_rows, codes.shape[-2])
         return dequantize_array(codes, repeated, tensor_scale, Format.parse("nvfp4"), dtype, columns=columns)
     down, across = scales.shape[-2], max(scales.shape[-1], 128 // block)
@@ -164,7 +151,7 @@ def dequantize_array(
 
 
 def quantize_batched(x: jax.Array, format: Format) -> Quantized:
-    """Computes `quantize`; vmap makes one call on the whole stack of it where each matrix has its own scales anyway."""
+    """Computes `quantize`; vmap runs one call on the whole stack if scales don't span matrices."""
 
     @jax.custom_batching.custom_vmap
     def call(x):
@@ -182,7 +169,7 @@ def quantize_batched(x: jax.Array, format: Format) -> Quantized:
 
 
 def dequantize_batched(codes, scales, tensor_scale, format: Format, dtype: str, columns: int) -> jax.Array:
-    """Computes `dequantize_array`; vmap makes one call on the whole stack of it where each matrix has its own scales anyway."""
+    """Computes `dequantize_array`; vmap runs one call on the whole stack if scales don't span matrices."""
 
     @jax.custom_batching.custom_vmap
     def call(codes, scales, tensor_scale):
@@ -202,7 +189,7 @@ def dequantize_batched(codes, scales, tensor_scale, format: Format, dtype: str, 
 
 
 def _tensor_scale(x: jax.Array, format: Format, whole: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """(stored scale, multiplier of shape (1,)) of a format with one scale per tensor."""
+    """Returns (stored scale, multiplier of shape (1,)) for one scale per tensor."""
     if whole is not None and whole.dtype == jnp.float32:
         pattern = whole.reshape(1).view(jnp.int32)
         return scaling.reciprocal(pattern).view(jnp.float32).reshape((1,) * x.ndim), whole.reshape(1)
@@ -213,29 +200,29 @@ def _tensor_scale(x: jax.Array, format: Format, whole: jax.Array | None) -> tupl
 
 
 def _flat(x: jax.Array) -> jax.Array:
-    """Reshapes x to [n, 32], filled up with zeros."""
+    """Reshapes x to [n, 32], padded with zeros."""
     total = max(_up(x.size, _ROW), _SMALLEST * _ROW)
     flat = x.reshape(-1)
     return (flat if total == x.size else jnp.pad(flat, (0, total - x.size))).reshape(-1, _ROW)
 
 
 def _whole_blocks(x: jax.Array, format: Format) -> tuple[jax.Array, int]:
-    """Returns (matrix of whole blocks that a kernel takes, number of its rows for each of x's matrices)."""
+    """Returns (matrix of whole blocks for a kernel, its number of rows per matrix of x)."""
     block_rows, block = format.block  # pyright: ignore[reportGeneralTypeIssues]
     m, n = x.shape[-2:]
     if block_rows == 1:
         columns = _up(n, block)
         leading = math.prod(x.shape[:-2])
-        # The program's smallest size in blocks; only the last matrix would need the rows, but so the shape stays regular.
+        # The minimum program size. Only the last matrix needs these rows, but padding all keeps the shape regular.
         rows = max(m, -(-_SMALLEST * block // (columns * leading)))
     else:
-        # A program of 32x32 blocks takes four side by side, of 16x16 blocks eight.
+        # A program takes four 32x32 blocks side by side, or eight 16x16 blocks.
         rows, columns = _up(m, block_rows), max(_up(n, block), 128)
     return _pad(x, rows, columns).reshape(-1, columns), rows
 
 
 def _cut(matrix: jax.Array, shape: tuple[int, ...], rows: int) -> jax.Array:
-    """Cuts an array of `shape` out of a matrix with `rows` rows for each of the array's matrices."""
+    """Cuts an array of `shape` out of a matrix with `rows` rows per matrix of the array."""
     return matrix.reshape(*shape[:-2], rows, matrix.shape[-1])[..., : shape[-2], : shape[-1]]
 
 

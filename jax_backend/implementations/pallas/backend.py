@@ -13,7 +13,7 @@ from ..backend import Backend, amax_of_tensor, refusal_of_amax
 
 
 def _kernels() -> Any:
-    # Importing Mosaic takes a while, and with JAX 0.10 a package that not everybody has.
+    # Importing Mosaic is slow, and with JAX 0.10 needs an optional package.
     from . import arrays
 
     return arrays

@@ -1,9 +1,8 @@
-"""The arithmetic of the kernels, as functions of blocks: plain arrays here, registers of a warpgroup in a kernel.
+"""Arithmetic of the kernels as functions of blocks: plain arrays here, registers of a warpgroup in a kernel.
 
-The definition (`definition.numerics`) rounds elements in integer arithmetic, which no library can get wrong; a GPU has
-instructions for it. These functions use the instructions that give the definition's bits: one fp32 product, and conversions
-that round to nearest even. Scale rules are `definition.scaling`'s own, but for powers of two, whose quotients are
-differences of exponents.
+The definition (`definition.numerics`) uses integer arithmetic, which every library computes correctly; a GPU has faster
+instructions. These functions use instructions that give the definition's bits: one fp32 product, and conversions that round to
+nearest even. Scales follow `definition.scaling`, except that quotients for power-of-two scales are differences of exponents.
 """
 
 from __future__ import annotations
@@ -20,26 +19,26 @@ from blockfp.formats import E2M1, E4M3, E4M3_SCALE, ElementFormat, Format
 
 Array = Any
 Spread = Callable[[Array], Array]
-"""Repeats what there is one of for each block over the block's elements."""
+"""Repeats one value per block over the block's elements."""
 
 FP8 = {"e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "e5m2": np.dtype(ml_dtypes.float8_e5m2)}
 
 _HALF_UNITS = 1.5 * 2.0**22  # fp32 numbers of this size are half units apart
-_UNITS = 1.5 * 2.0**23  # and of this size, units
+_UNITS = 1.5 * 2.0**23  # fp32 numbers of this size are units apart
 _HALF_UNITS_BITS, _UNITS_BITS = bits.constant_bits(_HALF_UNITS), bits.constant_bits(_UNITS)
 
 
 def to_fp32(x: Array) -> Array:
-    """x as float32, exactly."""
+    """Converts x to float32, exactly."""
     xp = array_namespace(x)
     return x if x.dtype == xp.float32 else xp.astype(x, xp.float32)
 
 
 def largest(x: Array, axes: Sequence[int]) -> Array:
-    """fp32 bits of the largest magnitude of x along axes, NaN ignored; 16-bit inputs are compared as such, two at a time."""
+    """Returns the fp32 bits of x's largest magnitude along axes, ignoring NaN; compares 16-bit inputs in pairs."""
     xp = array_namespace(x)
     magnitude, infinity = _magnitude(x)
-    # What is added makes a NaN's magnitude negative, and keeps the order of the others.
+    # The offset makes a NaN's magnitude negative and keeps the order of all others.
     below = (0x7FFFFFFF if x.dtype == xp.float32 else 0x7FFF) - infinity
     shifted = _reduce(magnitude + below, axes)
     amax = xp.where(shifted < below, 0, shifted - below)
@@ -51,13 +50,13 @@ def largest(x: Array, axes: Sequence[int]) -> Array:
 
 
 def holds_nan(x: Array, axes: Sequence[int]) -> Array:
-    """Returns True along axes of x that hold a NaN."""
+    """Returns whether x holds a NaN along axes."""
     magnitude, infinity = _magnitude(x)
     return array_namespace(x).astype(_reduce(magnitude, axes), np.int32) > infinity
 
 
 def _magnitude(x: Array) -> tuple[Array, int]:
-    """(x's bits without the sign, those of Inf)."""
+    """Returns x's bits without the sign, and the bits of Inf."""
     xp = array_namespace(x)
     if x.dtype == xp.float32:
         return x.view(xp.int32) & bits.MAGNITUDE, bits.INFINITY
@@ -71,13 +70,9 @@ def _reduce(x: Array, axes: Sequence[int]) -> Array:
 
 
 def scales(x: Array, axes: Sequence[int], format: Format, nominal: str) -> tuple[Array, Array]:
-    """(stored scale as int32, multiplier as float32) of blocks of an 8-bit format.
+    """Returns (stored scale as int32, multiplier as float32) of blocks of an 8-bit format.
 
-    Args:
-        x: float32, float16 or bfloat16.
-        axes: the axes of x that lie within a block.
-        format: the format.
-        nominal: see `numerics.quantize`.
+    `axes` are the axes of x within a block; `nominal` is that of `numerics.quantize`.
     """
     stored, multiplier = scales_of_amax(largest(x, axes), format, nominal)
     if not format.element.has_nan:
@@ -86,7 +81,7 @@ def scales(x: Array, axes: Sequence[int], format: Format, nominal: str) -> tuple
 
 
 def scales_of_amax(amax: Array, format: Format, nominal: str) -> tuple[Array, Array]:
-    """Computes `scales`, NaN apart, from amaxes as fp32 bits."""
+    """Computes `scales`, without NaN, from amaxes as fp32 bits."""
     xp = array_namespace(amax)
     if format.scale.e8m0:
         if format.scale.name == "e8m0_ceil":
@@ -105,16 +100,16 @@ def scales_of_amax(amax: Array, format: Format, nominal: str) -> tuple[Array, Ar
 
 
 def divide(a: int, b: Array) -> Array:
-    """fp32 bits of the IEEE quotient of two positive numbers given as bits, a normal; overflow gives Inf.
+    """Returns the fp32 bits of the IEEE quotient of two positive numbers given as bits, a normal; overflow gives Inf.
 
-    The remainder of a near quotient of the significands, exact modulo 2^32, tells how many units off it is.
+    The remainder of an approximate quotient of the significands, exact modulo 2^32, gives the correction in units.
     """
     xp = array_namespace(b)
     divisor, exponent = bits.split(b)
     dividend = (a & 0x7FFFFF) | 0x800000
     smaller = xp.astype(dividend < divisor, xp.int32)
     quotient = _near_quotient(dividend * 2.0**-23, (divisor + (bits.ONE - 0x800000)).view(xp.float32))
-    # In units of its last place it is a whole number below 2^25.
+    # In units of its last place, the quotient is an integer below 2^25.
     quotient = xp.astype(quotient * xp.astype((smaller + 1) << 23, xp.float32), xp.int32)
     remainder = _wrapped(dividend << 23) + smaller * _wrapped(dividend << 23) - quotient * divisor
     for _ in range(3):
@@ -130,61 +125,56 @@ def divide(a: int, b: Array) -> Array:
 
 
 def _near_quotient(a: float, b: Array) -> Array:
-    """a / b of numbers in [1, 2), two units in the last place off at most: no library promises more on a GPU."""
+    """Returns a / b for numbers in [1, 2), with an error of at most two units in the last place, as on GPUs."""
     return a / b
 
 
 def _wrapped(x: int) -> int:
-    """x modulo 2^32, as an int32."""
+    """Returns x modulo 2^32 as an int32."""
     return ((x + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)
 
 
 def _power_of_two(amax: Array, element: ElementFormat, maximum: int) -> Array:
-    """floor(log2(MAX / amax)), 0 for an amax of 0 or Inf, the exponent of `maximum` where the quotient is beyond fp32.
+    """Returns floor(log2(MAX / amax)); 0 for an amax of 0 or Inf, the exponent of `maximum` if the quotient exceeds fp32.
 
-    fp32's quotient has this exponent too: it is never rounded up to a power of two, because MAX is 1.75 * 2^emax and the
-    nearest quotient below a power of two is 2^-22.8 away from it, relative to spacings of 2^-23.
+    The fp32 quotient has the same exponent, because it is never rounded up to a power of two: MAX is 1.75 * 2^emax, and the
+    nearest quotient below a power of two is 2^-22.8 away from it, relative to a spacing of 2^-23.
     """
     xp = array_namespace(amax)
-    # MAX / amax is below a power of two where amax's mantissa is above MAX's. A subnormal amax overflows as 2^-127 does.
+    # The quotient is below a power of two if amax's mantissa exceeds MAX's. A subnormal amax overflows like 2^-127.
     quotient = element.emax + 127 - ((amax + 0x1FFFFF) >> 23)
     quotient = xp.where(quotient > 127, (maximum >> 23) - 127, quotient)
     return xp.where((amax == 0) | (amax == bits.INFINITY), 0, quotient)
 
 
 def _ceil_scale(amax: Array, element: ElementFormat) -> Array:
-    """E8M0 bytes of rule "ceil" from the product that the rule is stated with; see `scaling.e8m0_scale`."""
+    """Returns E8M0 bytes by the ceil rule, from the product in its definition; see `scaling.e8m0_scale`."""
     xp = array_namespace(amax)
     product = (amax.view(xp.float32) * _fp32(1 / element.max)).view(xp.int32)
-    # Rounded up to a power of two; half the smallest normal number and less is byte 0.
+    # Round up to a power of two; half the smallest normal number and less gives byte 0.
     return xp.minimum(xp.where(product <= 0x400000, 0, (product + 0x7FFFFF) >> 23), 0xFE)
 
 
 def _fp32(value: float) -> float:
-    """A constant as fp32 has it."""
+    """Rounds a constant to fp32."""
     return float(np.float32(value))
 
 
 def _exponent_bits(exponent: Array) -> Array:
-    """fp32 bits of 2^exponent, -127 <= exponent <= 127."""
+    """Returns the fp32 bits of 2^exponent, -127 <= exponent <= 127."""
     xp = array_namespace(exponent)
     return xp.where(exponent == -127, 1 << 22, (exponent + 127) << 23)
 
 
 def codes(x: Array, multiplier: Array, element: ElementFormat, *, on_gpu: bool) -> Array:
-    """uint8 codes of float32 x times its multiplier.
+    """Returns uint8 codes (E4M3, E5M2 or INT8) of float32 x times its multiplier, of x's shape or a scalar.
 
-    Args:
-        x: float32.
-        multiplier: float32, of x's shape or a scalar.
-        element: E4M3, E5M2 or INT8.
-        on_gpu: whether a conversion to FP8 saturates and a NaN that is computed is positive, which holds for the GPU's
-            instructions alone.
+    `on_gpu` says that conversions to FP8 saturate and computed NaNs are positive, as only the GPU's instructions guarantee.
     """
     xp = array_namespace(x)
     y = x * multiplier
     if element.signed == "complement":
-        # The low bits of a number near _UNITS count units; NaN is positive on a GPU, and so ends at 127 = NaN's code.
+        # The low bits of a number near _UNITS count units. NaN is positive on a GPU, so it clamps to 127, NaN's code.
         pattern = (y * 64.0 + _UNITS).view(xp.int32)
         pattern = xp.minimum(xp.maximum(pattern, _UNITS_BITS - 127), _UNITS_BITS + 127) & 0xFF
         return xp.astype(pattern if on_gpu else xp.where(_is_nan(x), element.nan_code, pattern), xp.uint8)
@@ -199,21 +189,16 @@ def _is_nan(x: Array) -> Array:
 
 
 def e2m1_codes(x: Array, multiplier: Array, *, on_gpu: bool) -> Array:
-    """int32 codes (sign above three magnitude bits) of float32 x times its multiplier; NaN gives 7.
+    """Returns int32 codes (sign above three magnitude bits) of float32 x times its multiplier; NaN gives 7.
 
-    Adding a number whose spacing is that of E2M1 at |y| rounds |y|: half a unit below 2, and twice as much above 2 and
-    above 4. What it adds to the bits counts those spacings, and each doubling skipped two codes.
-
-    Args:
-        x: float32.
-        multiplier: float32, of x's shape or a scalar.
-        on_gpu: as for `codes`.
+    Adding a number whose spacing is E2M1's at |y| rounds |y|: half a unit below 2, doubled above 2 and again above 4. The added
+    bits count spacings, and each doubling skips two codes. `on_gpu` is that of `codes`.
     """
     xp = array_namespace(x)
     pattern = (x * multiplier).view(xp.int32)
     magnitude = xp.minimum(pattern & bits.MAGNITUDE, bits.constant_bits(6.0))
     power = xp.maximum(magnitude & bits.INFINITY, bits.ONE)
-    # Integer operations stand between product and sum: as one fused operation they would round once.
+    # Integer operations separate product and sum, which would otherwise fuse and round only once.
     spaced = (magnitude.view(xp.float32) + power.view(xp.float32) * _HALF_UNITS).view(xp.int32)
     code = spaced - power + (power >> 22) - (_HALF_UNITS_BITS - bits.ONE + (bits.ONE >> 22))
     code = code | ((pattern >> 28) & 8)
@@ -223,15 +208,10 @@ def e2m1_codes(x: Array, multiplier: Array, *, on_gpu: bool) -> Array:
 def nvfp4_scales(
     amax: Array, nan: Array, multiplier: Array, tensor_scale: Array, format: Format, *, on_gpu: bool
 ) -> tuple[Array, Array]:
-    """(stored E4M3 scale as int32, multiplier as float32) of NVFP4 blocks.
+    """Returns (stored E4M3 scale as int32, multiplier as float32) of NVFP4 blocks.
 
-    Args:
-        amax: int32 bits of the blocks' amaxes.
-        nan: whether the block holds a NaN.
-        multiplier: float32, the tensor's multiplier, of amax's shape or a scalar.
-        tensor_scale: float32 reciprocal of it.
-        format: whose blocks these are.
-        on_gpu: as for `codes`.
+    `amax` holds int32 bits, `nan` whether the block holds a NaN. `multiplier` is the tensor's (float32, amax's shape or a
+    scalar), `tensor_scale` its reciprocal.
     """
     xp = array_namespace(amax)
     factor = multiplier * _fp32(1 / (E2M1.max * format.scale.guard))
@@ -244,12 +224,12 @@ def nvfp4_scales(
 
 
 def e4m3_values(stored: Array) -> Array:
-    """float32 values of E4M3 codes (uint8)."""
+    """Returns the float32 values of E4M3 codes (uint8)."""
     return array_namespace(stored).astype(stored.view(FP8["e4m3"]), np.float32)
 
 
 def decode_scale(stored: Array, format: Format) -> Array:
-    """float32 decode scale of stored scales that are fp32 or E8M0."""
+    """Returns the float32 decode scales of stored fp32 or E8M0 scales."""
     xp = array_namespace(stored)
     if format.scale.dtype == "float32":
         return stored
@@ -257,7 +237,7 @@ def decode_scale(stored: Array, format: Format) -> Array:
 
 
 def values(code: Array, decode: Array, element: ElementFormat, dtype: str) -> Array:
-    """Values of uint8 codes times their decode scale (float32), rounded to `dtype`; every NaN is the canonical one."""
+    """Returns uint8 codes times their decode scale (float32), rounded to `dtype`; NaN is canonical."""
     xp = array_namespace(code)
     if element.signed == "complement":
         element_value = xp.astype(code.view(xp.int8), xp.float32) * (1 / 64)
@@ -267,7 +247,7 @@ def values(code: Array, decode: Array, element: ElementFormat, dtype: str) -> Ar
 
 
 def rounded(value: Array, dtype: str) -> Array:
-    """float32 values rounded to `dtype`; every NaN is the canonical one."""
+    """Rounds float32 values to `dtype`; NaN is canonical."""
     xp = array_namespace(value)
     nan = _is_nan(value)
     if dtype == "float32":
@@ -278,7 +258,10 @@ def rounded(value: Array, dtype: str) -> Array:
 
 
 def e2m1_values(code: Array, *, on_gpu: bool) -> Array:
-    """float32 values of E2M1 codes (int32): fp32's subnormal numbers, which a GPU keeps, continue its own, 2^126 below."""
+    """Returns the float32 values of E2M1 codes (int32).
+
+    On a GPU, which keeps subnormals, the code's bits are an fp32 number 2^126 times too small.
+    """
     xp = array_namespace(code)
     magnitude, sign = (code & 7) << 22, (code & 8) << 28
     if on_gpu:

@@ -1,8 +1,8 @@
-"""Columnwise kernels: a tile goes through shared memory, where it is read transposed, and so leave its codes.
+"""Columnwise kernels: load a tile to shared memory, read it transposed, and write its codes from there.
 
-Columnwise of x is rowwise of x transposed: codes [columns, rows], scales along them. With `rows=True` the same read of x gives
-the rowwise codes and scales too. Beyond the ends of x the copy engine reads zeros, which change no amax, and writes nothing;
-scales are written by threads, into arrays of whole tiles.
+Columnwise quantization of x is rowwise quantization of its transpose: codes [columns, rows], scales along them. With
+`rows=True` the same read of x also gives rowwise codes and scales. Beyond the ends of x the copy engine reads zeros, which
+don't change amaxes, and writes nothing; threads write the scales to arrays of whole tiles.
 """
 
 from __future__ import annotations
@@ -20,14 +20,10 @@ from .rowwise import as_stored, scales_type
 
 
 def quantize(x: jax.Array, format: Format, nominal: str, *, rows: bool) -> list[jax.Array]:
-    """[codes, scales] columnwise of an 8-bit format with 1xB blocks, and with `rows` [codes, scales] rowwise before them.
+    """Returns columnwise [codes, scales] of an 8-bit format with 1xB blocks; with `rows`, rowwise [codes, scales] come first.
 
-    Args:
-        x: [m, n], m a multiple of 128 and at least a tile's rows (`tile_shape`), n a multiple of its columns. The scales
-            are those of whole tiles.
-        format: FP8 1x128, MXFP8 or MXINT8.
-        nominal: see `numerics.quantize`.
-        rows: whether to give the rowwise codes and scales too.
+    x is [m, n], m a multiple of 128 and at least a tile's rows (`tile_shape`), n a multiple of its columns. Scales cover whole
+    tiles. Formats are FP8 1x128, MXFP8 and MXINT8.
     """
     m, n = x.shape
     block = format.block[1]  # pyright: ignore[reportOptionalSubscript]
@@ -39,7 +35,7 @@ def quantize(x: jax.Array, format: Format, nominal: str, *, rows: bool) -> list[
         if rows:
             top, left = mosaic.program(0) * height, mosaic.program(1) * width
         else:
-            # Programs that run side by side write neighbouring codes and scales of the same columns.
+            # Concurrent programs write neighbouring codes and scales of the same columns.
             top, left = mosaic.program(1) * height, mosaic.program(0) * width
         down, across = mosaic.slice_of(top, height), mosaic.slice_of(left, width)
         mosaic.fetch(x.at[down, across], tile, barrier)
@@ -50,7 +46,7 @@ def quantize(x: jax.Array, format: Format, nominal: str, *, rows: bool) -> list[
             for k in range(i, i + 128, block):
                 code, stored = encode(mosaic.load_transposed(tile, mosaic.slice_of(k, block)))
                 parts.append(code)
-                # The scales of 128 rows make a word: bytes would be written one at a time, each to a row of its own.
+                # Pack the scales of 128 rows into a word; bytes would be written one by one, each to its own row.
                 word = word | stored << (k - i) // 4
             mosaic.store(scales, (across, top // 128 + i // 128), word if bytewise else word.view(jnp.float32))
             staged[0][:, mosaic.slice_of(i, 128)] = jnp.concatenate(parts, axis=1)
@@ -91,17 +87,15 @@ def quantize(x: jax.Array, format: Format, nominal: str, *, rows: bool) -> list[
     if bytewise:
         outputs[-1] = lax.bitcast_convert_type(outputs[-1], jnp.uint8).reshape(n, -1)
     if rows:
-        # Written along the rows of x, where neighbours are neighbours in memory.
+        # Written along the rows of x, so that neighbours are adjacent in memory.
         outputs[1] = outputs[1].T
     return outputs
 
 
 def cast(x: jax.Array, multiplier: jax.Array, format: Format, *, rows: bool) -> list[jax.Array]:
-    """[codes of x transposed] of FP8 with one scale per tensor, and with `rows` the codes of x before them.
+    """Returns [codes of x transposed] of FP8 with one scale per tensor; with `rows`, the codes of x come first.
 
-    Args:
-        x: as for `quantize`.
-        multiplier: float32 of shape (1,).
+    x is that of `quantize`; `multiplier` is float32 of shape (1,).
     """
     m, n = x.shape
     height, width = tile_shape(format, x.dtype, rows=rows)
@@ -140,9 +134,9 @@ def cast(x: jax.Array, multiplier: jax.Array, format: Format, *, rows: bool) -> 
 
 
 def tile_shape(format: Format, dtype, *, rows: bool) -> tuple[int, int]:
-    """(rows, columns) of a program's tile: what ran fastest on an H200.
+    """Returns (rows, columns) of a program's tile; these ran fastest on an H200.
 
-    A wide tile has few programs to a multiprocessor, which is enough where a block takes few instructions.
+    A wide tile leaves few programs per multiprocessor, which is enough if a block takes few instructions.
     """
     if rows:
         return (128, 128) if format.block is not None and format.block[1] == 128 else (256, 64)

@@ -1,4 +1,4 @@
-"""Dequantize: codes and scales from global memory, values back to it, each once."""
+"""Dequantization: reads codes and scales from global memory and writes values, each once."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ from .rowwise import ELEMENTS, programs_rows, square_layout, start
 
 
 def rows(codes: jax.Array, scales: jax.Array, format: Format, dtype: str) -> jax.Array:
-    """Values of an 8-bit format with 1xB blocks, or of one scale per tensor.
+    """Returns values [n, B] of an 8-bit format with 1xB blocks or one scale per tensor.
 
-    Args:
-        codes: [n, B], n a multiple of 32 or at least 4096 / B.
-        scales: [n], or (1,) for one scale per tensor.
-        dtype: name of the output's dtype.
+    Codes are [n, B], n a multiple of 32 or at least 4096 / B; scales are [n], or (1,) for one scale per tensor.
     """
     total, block = codes.shape
     count = programs_rows(total, ELEMENTS // block)
@@ -45,12 +42,9 @@ def rows(codes: jax.Array, scales: jax.Array, format: Format, dtype: str) -> jax
 
 
 def squares(codes: jax.Array, scales: jax.Array, format: Format, dtype: str) -> jax.Array:
-    """Values of an 8-bit format with square blocks.
+    """Returns values of an 8-bit format with square blocks.
 
-    Args:
-        codes: [rows, columns], multiples of the block, columns at least 128.
-        scales: one for each block.
-        dtype: name of the output's dtype.
+    Codes are [rows, columns], multiples of the block, with at least 128 columns; scales have one entry per block.
     """
     m, n = codes.shape
     block = format.block[0]  # pyright: ignore[reportOptionalSubscript]

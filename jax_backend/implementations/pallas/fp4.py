@@ -1,7 +1,7 @@
-"""Kernels of packed E2M1: NVFP4 quantize, and dequantize of NVFP4 and MXFP4.
+"""Kernels for packed E2M1: NVFP4 quantization, and dequantization of NVFP4 and MXFP4.
 
-Two codes share a byte, so the kernels work on pairs of neighbours: 16-bit inputs and outputs are read and written as 32-bit
-words that hold a pair, fp32 as two arrays of every other element.
+Two codes share a byte, so kernels process pairs of neighbours: 16-bit inputs and outputs as 32-bit words of a pair, fp32 as two
+arrays of every other element.
 """
 
 from __future__ import annotations
@@ -19,18 +19,14 @@ from .rowwise import ELEMENTS, programs_rows, start
 
 
 def quantize(x: jax.Array, multiplier: jax.Array, tensor_scale: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:
-    """(codes, scales) of NVFP4 for a matrix of whole blocks.
+    """Returns NVFP4 (codes, scales) of a matrix x [rows, columns] of whole blocks, 1x16 or 16x16.
 
-    Args:
-        x: [rows, columns], multiples of the block.
-        multiplier: float32 of shape (1,), the tensor's multiplier (`scaling.nvfp4_multiplier`).
-        tensor_scale: float32 of shape (1,), its reciprocal.
-        format: NVFP4, 1x16 or 16x16.
+    `multiplier` is the tensor's (`scaling.nvfp4_multiplier`), float32 (1,); `tensor_scale` is its reciprocal.
     """
     m, n = x.shape
     square = format.square
     across = n // 16
-    vector = 1 if x.dtype == jnp.float32 else 4  # every other number can't be read several at a time
+    vector = 1 if x.dtype == jnp.float32 else 4  # strided elements can't be read as vectors
     if square:
         words, count, grid = _pairs(x, (m, across)), (16, 8), (m // 16, -(-across // 8))
         layout, axes, spread = _square_layout(vector), (2, 0), (1,)
@@ -71,13 +67,9 @@ def quantize(x: jax.Array, multiplier: jax.Array, tensor_scale: jax.Array, forma
 
 
 def dequantize(codes: jax.Array, scales: jax.Array, tensor_scale: jax.Array | None, format: Format, dtype: str) -> jax.Array:
-    """Values of packed E2M1 with 1xB blocks.
+    """Returns values [n, B] of packed E2M1 with 1xB blocks.
 
-    Args:
-        codes: [n, B / 2], n a multiple of 32 or at least 4096 / B.
-        scales: [n].
-        tensor_scale: float32 of shape (1,) for NVFP4.
-        dtype: name of the output's dtype.
+    Codes are [n, B / 2], n a multiple of 32 or at least 4096 / B; scales are [n]; `tensor_scale` is float32 (1,) for NVFP4.
     """
     total, width = codes.shape
     count = programs_rows(total, ELEMENTS // (2 * width))
@@ -111,13 +103,13 @@ def dequantize(codes: jax.Array, scales: jax.Array, tensor_scale: jax.Array | No
 
 
 def _pairs(x: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """x as [*shape, 8] words of two 16-bit numbers, or [*shape, 8, 2] of fp32."""
+    """Views x as [*shape, 8] words of two 16-bit numbers, or [*shape, 8, 2] fp32 numbers."""
     pairs = x.reshape(*shape, 8, 2)
     return pairs if x.dtype == jnp.float32 else lax.bitcast_convert_type(pairs, jnp.int32)
 
 
 def _load_pair(words, at, layout, dtype) -> tuple[jax.Array, jax.Array]:
-    """float32 arrays of every first and every second number."""
+    """Returns float32 arrays of the first and the second numbers of pairs."""
     if dtype == jnp.float32:
         rest = (slice(None),) * (len(words.shape) - 1 - len(at))
         return mosaic.load(words, (*at, *rest, 0), layout), mosaic.load(words, (*at, *rest, 1), layout)
@@ -129,7 +121,7 @@ def _load_pair(words, at, layout, dtype) -> tuple[jax.Array, jax.Array]:
 
 
 def _square_layout(vector: int):
-    """Layout of [16, 8, 8] pairs, two 16x16 blocks to a warp."""
+    """Layout of [16, 8, 8] pairs, with two 16x16 blocks per warp."""
     rows = 8 if vector == 4 else 4
     tiling = mosaic.plgpu.Tiling(((16, 8, 8), (16, 2, 8), (rows, 1, 8), (vector,)))
     lanes = (-4, -2, -6) if vector == 4 else (-4, -2)

@@ -1,6 +1,6 @@
-"""The part of Pallas' Mosaic GPU interface that the kernels need, which moves between releases of JAX, in one place.
+"""The part of Pallas' Mosaic GPU interface that the kernels use, which changes between JAX releases.
 
-Mosaic GPU is written for one warpgroup (128 threads): an array in a kernel is spread over its registers by a *layout*.
+Mosaic GPU programs run in one warpgroup (128 threads); a *layout* distributes an array over its registers.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ try:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 except ImportError as error:
-    # JAX 0.10 imports absl there without depending on it.
+    # JAX 0.10 imports absl here without depending on it.
     raise ImportError(
         f"Pallas' Mosaic GPU backend can't be imported ({error}): install the module it names (JAX 0.10 needs absl-py), "
         'or use implementation="xla"'
     ) from error
 
 _load: Any = plgpu.load
-# JAX 0.10 demands one, 0.11 takes one, 0.12 has none.
+# JAX 0.10 requires this parameter, 0.11 accepts it, 0.12 dropped it.
 _INDEX = inspect.signature(_load).parameters.get("idx")
 
 _store: Any = getattr(plgpu, "store", None)
@@ -42,7 +42,7 @@ _interpreting: ContextVar[bool] = ContextVar("_interpreting", default=False)
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """Lets kernels that are traced in this block run on a CPU, by JAX's interpreter."""
+    """Lets kernels traced in this block run on a CPU, in JAX's interpreter."""
     token = _interpreting.set(True)
     try:
         with _interpret():
@@ -52,7 +52,7 @@ def interpreted() -> Iterator[None]:
 
 
 def on_gpu() -> bool:
-    """Returns True where a kernel that is traced now has a GPU's arithmetic."""
+    """Returns whether the kernel being traced has a GPU's arithmetic."""
     return not _interpreting.get()
 
 
@@ -63,11 +63,9 @@ slice_of = pl.ds
 
 
 def row_layout(columns: int, vector: int) -> Layout:
-    """Layout of [rows, columns] for loads of `vector` neighbours: a lane's loads lie side by side with the next lane's.
+    """Returns a layout of [rows, columns] for loads of `vector` neighbours, with adjacent lanes loading adjacent vectors.
 
-    Args:
-        columns: power of two; a row takes at most eight lanes, a longer one goes around several times.
-        vector: elements a lane holds side by side; divides `columns`.
+    `columns` is a power of two; a row uses at most eight lanes, and a longer row wraps around. `vector` divides `columns`.
     """
     lanes = min(columns // vector, 8)
     if lanes == 1:
@@ -78,19 +76,19 @@ def row_layout(columns: int, vector: int) -> Layout:
 
 
 WGMMA = plgpu.Layout.WGMMA
-"""Layout of [64 m, 8 n] that reads and writes swizzled shared memory, transposed too, without bank conflicts."""
+"""Layout of [64 m, 8 n] that accesses swizzled shared memory, also transposed, without bank conflicts."""
 
 
 def load(ref: Ref, index: Any, layout: Layout) -> jax.Array:
-    """Loads ref[index] from global memory, each register by a load of its own."""
+    """Loads ref[index] from global memory, with a separate load per register."""
     where = (ref, index) if _INDEX is not None and _INDEX.default is _INDEX.empty else (ref.at[index],)
     return _load(*where, layout=layout, optimized=False)
 
 
 def store(ref: Ref, index: Any, value: jax.Array) -> None:
-    """Stores an array as ref[index] in global memory, each register by a store of its own.
+    """Stores an array to ref[index] in global memory, with a separate store per register.
 
-    Before JAX 0.12 an assignment does that. From then on it asks for whole sectors, which the kernels' layouts don't write.
+    Before JAX 0.12 an assignment does this. Later versions require whole sectors, which the kernels' layouts don't write.
     """
     if _store is None:
         ref[index] = value
@@ -99,18 +97,18 @@ def store(ref: Ref, index: Any, value: jax.Array) -> None:
 
 
 def load_rows(ref: Ref, rows: Any) -> jax.Array:
-    """Loads rows of a matrix in shared memory (all columns)."""
+    """Loads rows of a matrix in shared memory, all columns."""
     return _load(ref.at[rows], layout=WGMMA)
 
 
 def load_transposed(ref: Ref, rows: Any) -> jax.Array:
-    """Loads rows of a matrix in shared memory (all columns), with the axes swapped."""
-    # Only 16-bit numbers can be transposed on their way from shared memory.
+    """Loads rows of a matrix in shared memory, all columns, transposed."""
+    # Only 16-bit numbers can be transposed while loading from shared memory.
     return _load(ref.at[rows].transpose((1, 0)), layout=WGMMA, optimized=ref.dtype.itemsize == 2)
 
 
 def spread(x: jax.Array, shape: Sequence[int], axes: Sequence[int], layout: Layout) -> jax.Array:
-    """Repeats x, whose axes are `axes` of `shape`, along the others."""
+    """Broadcasts x, whose axes are `axes` of `shape`, along the other axes."""
     return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, axes), layout)
 
 
@@ -122,7 +120,7 @@ def call(
     scratch: Sequence[Any] = (),
     name: str,
 ) -> list[jax.Array]:
-    """Runs a kernel of one warpgroup a program; `body` takes the operands' references, the outputs' and the scratch."""
+    """Runs a kernel with one warpgroup per program; `body` takes references to operands, outputs and scratch."""
     body.__name__ = name
     return plgpu.kernel(
         body,
@@ -134,18 +132,14 @@ def call(
 
 
 def program(axis: int) -> jax.Array:
-    """This program's position along an axis of the grid."""
+    """Returns this program's position along an axis of the grid."""
     return lax.axis_index("ijk"[axis])
 
 
 def tile(rows: int, columns: int, dtype: Any, swizzle: int = 128) -> Any:
-    """A matrix in shared memory, swizzled so that rows and columns of it can be read without bank conflicts.
+    """Returns the type of a matrix in shared memory, swizzled for reading rows and columns without bank conflicts.
 
-    Args:
-        rows: rows.
-        columns: columns.
-        dtype: dtype.
-        swizzle: bytes of a row that belong together, 32 to 128: the least that a part of it may be wide.
+    `swizzle` is the number of contiguous bytes in a row, 32 to 128, and the minimum width of a slice.
     """
     swizzle = min(swizzle, columns * jax.numpy.dtype(dtype).itemsize)
     width = swizzle // jax.numpy.dtype(dtype).itemsize
@@ -153,13 +147,13 @@ def tile(rows: int, columns: int, dtype: Any, swizzle: int = 128) -> Any:
 
 
 def fetch(source: Ref, target: Ref, barrier: Ref) -> None:
-    """Copies from global into shared memory and waits for it."""
+    """Copies from global to shared memory and waits."""
     plgpu.copy_gmem_to_smem(source, target, barrier)
     plgpu.barrier_wait(barrier)
 
 
 def send(*pairs: tuple[Ref, Ref]) -> None:
-    """Copies (source in shared memory, target in global memory) and waits until the sources are read."""
+    """Copies each (source in shared memory, target in global memory) and waits until the sources are read."""
     plgpu.commit_smem()
     for source, target in pairs:
         plgpu.copy_smem_to_gmem(source, target)

@@ -1,8 +1,8 @@
-"""Rowwise kernels: every program reads its blocks straight from global memory into registers, and writes codes and scales.
+"""Rowwise kernels: each program loads its blocks from global memory to registers and writes codes and scales.
 
-Many small programs keep more loads in flight than a pipeline through shared memory does: at 32 elements a thread they run
-at the speed of a copy. The last program of an axis moves back to end where the axis ends; what it shares with its
-neighbour, both write alike.
+Many small programs keep more loads in flight than a pipeline through shared memory: with 32 elements per thread they run as
+fast as a copy. The last program of an axis is moved back to end at the axis's end; it and its neighbour write the same results
+where they overlap.
 """
 
 from __future__ import annotations
@@ -16,16 +16,13 @@ from blockfp.formats import Format
 
 from . import blocks, mosaic
 
-ELEMENTS = 4096  # of a program
+ELEMENTS = 4096  # elements per program
 
 
 def quantize(x: jax.Array, format: Format, nominal: str) -> tuple[jax.Array, jax.Array]:
-    """(codes, scales) of an 8-bit format with blocks, for a matrix of whole blocks.
+    """Returns (codes, scales) of an 8-bit format with blocks, for a matrix x [rows, columns] of whole blocks.
 
-    Args:
-        x: [rows, columns], multiples of the block.
-        format: FP8 blocks, MXFP8 or MXINT8.
-        nominal: see `numerics.quantize`.
+    Formats are FP8 blocks, MXFP8 and MXINT8; `nominal` is that of `numerics.quantize`.
     """
     block_rows, block_columns = format.block  # pyright: ignore[reportGeneralTypeIssues]
     if block_rows == 1:
@@ -59,7 +56,7 @@ def _rows(x: jax.Array, format: Format, nominal: str) -> tuple[jax.Array, jax.Ar
 
 
 def _squares(x: jax.Array, format: Format, nominal: str) -> tuple[jax.Array, jax.Array]:
-    """Quantizes 32x32 blocks, a warp to each."""
+    """Quantizes 32x32 blocks, one per warp."""
     rows, columns = x.shape
     across = columns // 32
     layout = square_layout()
@@ -85,7 +82,7 @@ def _squares(x: jax.Array, format: Format, nominal: str) -> tuple[jax.Array, jax
 
 
 def _large_squares(x: jax.Array, format: Format, nominal: str) -> tuple[jax.Array, jax.Array]:
-    """Quantizes 128x128 blocks, a program to each."""
+    """Quantizes 128x128 blocks, one per program."""
     rows, columns = x.shape
     layout = mosaic.row_layout(128, 8)
 
@@ -109,12 +106,7 @@ def _large_squares(x: jax.Array, format: Format, nominal: str) -> tuple[jax.Arra
 
 
 def cast(x: jax.Array, multiplier: jax.Array, format: Format) -> jax.Array:
-    """Codes of FP8 with one scale per tensor.
-
-    Args:
-        x: [n, 32].
-        multiplier: float32 of shape (1,).
-    """
+    """Returns the codes of x [n, 32] in FP8 with one scale per tensor; `multiplier` is float32 (1,)."""
     total = x.shape[0]
     count = programs_rows(total, ELEMENTS // 32)
     layout = mosaic.row_layout(32, 8)
@@ -136,7 +128,7 @@ def cast(x: jax.Array, multiplier: jax.Array, format: Format) -> jax.Array:
 
 
 def amax(x: jax.Array) -> jax.Array:
-    """int32 bits of the largest magnitude of each program's part of x [n, 32]; the caller takes their maximum."""
+    """Returns the int32 bits of the largest magnitude in each program's part of x [n, 32]; the caller takes their maximum."""
     total = x.shape[0]
     count = programs_rows(total, ELEMENTS // 32)
     layout = mosaic.row_layout(32, 8)
@@ -151,27 +143,27 @@ def amax(x: jax.Array) -> jax.Array:
 
 
 def square_layout() -> mosaic.Layout:
-    """Layout of [32 rows, 4 blocks, 32 columns], a warp to each block."""
+    """Layout of [32 rows, 4 blocks, 32 columns], with one block per warp."""
     tiling = mosaic.plgpu.Tiling(((32, 4, 32), (32, 1, 32), (8, 1, 32), (8,)))
     return mosaic.plgpu.Layout.TILED(tiling, warp_dims=(-9,), lane_dims=(-4, -2), vector_dim=-1)
 
 
 def programs_rows(total: int, most: int) -> int:
-    """Rows of a program, given how many there are in all (128 or more) and how many it takes at most."""
+    """Returns the rows per program, given the total number of rows (128 or more) and the maximum per program."""
     return most if total >= most else 128
 
 
 def start(axis: int, total: int, count: int) -> jax.Array:
-    """First of this program's `count` items of an axis of `total`."""
+    """Returns the first of this program's `count` items of an axis of `total`."""
     first = mosaic.program(axis) * count
     return first if total % count == 0 else jnp.minimum(first, total - count)
 
 
 def as_stored(stored: jax.Array, format: Format) -> jax.Array:
-    """Scales in the dtype that they are stored in."""
+    """Converts scales to their storage dtype."""
     return stored.view(jnp.float32) if format.scale.dtype == "float32" else stored.astype(jnp.uint8)
 
 
 def scales_type(shape: Sequence[int], format: Format) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of stored scales."""
+    """Returns the shape and dtype of stored scales."""
     return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(format.scale.dtype))
