@@ -1,4 +1,4 @@
-"""All private PyTorch names that blockfp uses; no other file of the backend has any.
+"""PyTorch's private names, except attributes of modules and hooks, and the schedules that `linear.pipelines` patches.
 
 Each entry says what it is for and why no public name serves. All were run in torch 2.11 and 2.13.
 """

@@ -71,7 +71,8 @@ def match_optimizer(
     """Raises BadCheckpoint unless a checkpoint has the groups and states of the optimizer's state dict.
 
     Settings only in the checkpoint are added to `state`, to be read, as `load_state_dict` does. A missing number that the
-    optimizer steps by is an error. Parameters without a saved state (no gradient yet) are removed from `state`.
+    optimizer steps by is an error. Parameters without a saved state (no gradient yet) are removed from `state`; saved states of
+    parameters that are frozen here are ignored.
     """
     ours = [group["params"] for group in state[GROUPS]]
     keys = (f"{OPTIMIZER}.{GROUPS}.{i}.params" for i in count())

@@ -45,9 +45,7 @@ def plain(name: str, value: Any) -> Any:
 
 
 def plain_extra(extra: Any) -> dict[str, Any]:
-    """Converts `save_checkpoint`'s `extra`; raises TypeError unless it maps names to tensors, or scalars, strings, None and
-    tuples.
-    """
+    """Converts `save_checkpoint`'s `extra`; raises TypeError unless it maps names to tensors, scalars, strings or tuples."""
     if extra is not None and not isinstance(extra, Mapping):
         raise TypeError(f"extra must be a dictionary, got {type(extra).__name__}")
     found = {}

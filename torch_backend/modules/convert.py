@@ -60,7 +60,7 @@ def convert(
     expert's rows are quantized separately as in `GroupedLinear`, and the module's forward uses grouped products whatever
     `config._experts_implementation` says.
 
-    Some fusions change no bits and are skipped where hooks or adapters observe a layer. MLPs of transformers and torchtitan
+    Fusions change no bits and are skipped where hooks or adapters observe a layer. MLPs of transformers and torchtitan
     with silu or gelu (LlamaMLP and similar, Phi3MLP, FeedForward, one activation between two layers) become a derived class
     that quantizes the activation's output as it is computed. So does `torch.nn.Sequential` with a converted layer after an
     activation, or after torch's RMSNorm on a GPU. Attention of these libraries, whose query, key and value layers read one

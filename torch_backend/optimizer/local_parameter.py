@@ -1,6 +1,6 @@
 """`LocalParameter`: this rank's shard of a parameter, its position in the whole, and its current step.
 
-parameter (DTensor or plain)          codes, or values: what the model computes with
+parameter (DTensor or plain)          codes or values that the model computes with
   | find
   v
 LocalParameter                        local tensor and layout, recomputed only if the layout changes
@@ -49,8 +49,8 @@ class LocalParameter:
         placements: a DTensor's placements, else None.
         start: (batch, row, column) of the first element in the unsharded array, with leading axes flattened.
         whole: (rows, columns) of the unsharded matrix.
-        lies: the parameter's sharding.
-        format: of its codes; None for plain values.
+        lies: sharding of the parameter.
+        format: format of its codes; None for plain values.
         one_pass: the kernel that updates the master can also write the codes; equal on all ranks that share the parameter.
         two_passes: a second kernel can write them from the whole parameter's amax, since no block crosses ranks; likewise.
         version: autograd version of `held` after the last step.

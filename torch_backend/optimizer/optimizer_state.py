@@ -1,6 +1,6 @@
 """Optimizer state of each parameter (step, master, moments), in memory and in state dicts.
 
-    parameter (DTensor or plain)          codes, or values: what the model computes with
+    parameter (DTensor or plain)          codes or values that the model computes with
       | new_moments, new_master
       v
     state: step, master, exp_avg, ..      plain local tensors; moments in fp32, bfloat16, or FP8 codes and scales

@@ -1,4 +1,4 @@
-"""`QuantizedTensor`: the tensor subclass, the operations it answers, where its rows lie, and what FSDP2 gathers of it."""
+"""`QuantizedTensor`: the tensor subclass, its operations, its shards' positions, and FSDP2's gather."""
 
 # Importing these registers the operations in the op table.
 from . import optable as optable

@@ -75,7 +75,7 @@ def _joined(chunk: Chunk, ranks: int, tensor: Tensor) -> Tensor:
 
 
 def lengthened(chunk: Chunk, tensor: Tensor) -> Tensor:
-    """Returns the tensor at the chunk's length: as a view of the memory after it if there is enough, else zero-padded."""
+    """Returns the tensor at the chunk's length: extended into the memory after it if there is enough, else zero-padded."""
     length = chunk.length
     if tensor.shape[0] == length and tensor.is_contiguous():
         return tensor

@@ -19,9 +19,8 @@ from .requantize import note_written, requantize_
 def load_high_precision_(param: Tensor, tensor: Tensor, *, keep_init: bool = True) -> None:
     """Quantizes high-precision values into a quantized parameter, in place, as if it were unsharded.
 
-    Every rank that holds a shard of the parameter must call it. A `CastWeight` takes the values unchanged. In its next step
-    `AdamW` recreates a quantized weight's master from these values. A master of an unquantized 16-bit weight is kept, so the
-    next step would write the old values back.
+    Every rank that holds a shard of the parameter must call it. A `CastWeight` takes the values unchanged. `AdamW` recreates
+    its master from these values in the next step.
 
     Args:
         param: a `QuantizedTensor`, a `CastWeight`, or a DTensor of one; the whole parameter, with all of its experts.
