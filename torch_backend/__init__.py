@@ -1,4 +1,4 @@
-"""The PyTorch backend. Its public names are those of `blockfp.torch`."""
+"""The PyTorch backend. `blockfp.torch` exports its public names."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""PyTorch as backends of `blockfp check`."""
+"""PyTorch backends for `blockfp check`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .quantized_tensor.tensor import QuantizedTensor
 
 
 class TorchBackend:
-    """`blockfp.torch` behind NumPy arrays: its custom ops on CPU tensors, as users get them.
+    """Runs `blockfp.torch`'s custom ops on CPU tensors, from and to NumPy arrays.
 
-    Sets torch to one thread: whole formats run side by side, and its own threads would only wait for each other.
+    Sets torch to one thread, because whole formats run in parallel and torch's threads would only compete.
     """
 
     name = "torch"
@@ -50,16 +50,13 @@ class TorchBackend:
 
 
 class TorchCuda(TorchBackend):
-    """`blockfp.torch` on the current CUDA device."""
+    """Runs `blockfp.torch` on the current CUDA device."""
 
     name = "torch-cuda"
     device = "cuda"
 
     def __init__(self):
-        """
-        Raises:
-            ImportError: there is none.
-        """
+        """Raises ImportError if there is no CUDA device."""
         if not torch.cuda.is_available():
             raise ImportError(f"PyTorch {torch.__version__} finds no CUDA device")
         super().__init__()
@@ -70,7 +67,7 @@ class TorchCuda(TorchBackend):
 
 
 class TorchCompiled(TorchBackend):
-    """`blockfp.torch` in programs of `torch.compile`, one for each format and shape."""
+    """Runs `blockfp.torch` through `torch.compile`, with one program per format and shape."""
 
     name = "torch-compiled"
 
@@ -89,7 +86,7 @@ class TorchCompiled(TorchBackend):
         with self._one_at_a_time:
             if key not in self._compiled:
                 run = lambda x: function(x, format)  # noqa: E731
-                # Of code of its own: PyTorch gives up on code that it has compiled for many shapes.
+                # A separate code object: PyTorch stops compiling code that it has compiled for many shapes.
                 own = FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
                 self._compiled[key] = torch.compile(own, dynamic=False, fullgraph=True)
             return self._compiled[key](x)
@@ -108,7 +105,7 @@ def _dequantize(q: QuantizedTensor, format: Format) -> torch.Tensor:
 
 
 class TorchDefinition(ByPieces):
-    """The definition (`definition.numerics`) run by PyTorch's own operations, as `blockfp.torch` does without kernels.
+    """Runs `definition.numerics` with PyTorch's operations, as `blockfp.torch` does without kernels.
 
     Sets torch to one thread, as `TorchBackend` does.
     """
@@ -127,7 +124,7 @@ class TorchDefinition(ByPieces):
 
 
 def to_torch(x: np.ndarray) -> torch.Tensor:
-    """Shares x's memory as a tensor; copies a read-only x, such as a NumPy scalar."""
+    """Returns a tensor that shares x's memory; copies a read-only x, such as a NumPy scalar."""
     x = x if x.flags.writeable else np.array(x)
     if x.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
@@ -135,7 +132,7 @@ def to_torch(x: np.ndarray) -> torch.Tensor:
 
 
 def to_numpy(x: torch.Tensor) -> np.ndarray:
-    """Shares the memory of a CPU tensor as an array; copies that of another device."""
+    """Returns an array that shares a CPU tensor's memory; copies from other devices."""
     x = x.cpu()
     if x.dtype == torch.bfloat16:
         return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)

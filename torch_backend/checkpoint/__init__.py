@@ -1,1 +1,1 @@
-"""Files: checkpoints of torch's DCP on any mesh, and .safetensors that NumPy and JAX read."""
+"""Checkpoints through torch's DCP on any mesh, .safetensors that NumPy and JAX read, and weight streams to servers."""

@@ -1,7 +1,7 @@
-"""Checkpoints that are written while the training goes on, none of which ends without a word.
+"""Checkpoints written by a thread while training continues; a failed save is never silent.
 
-A thread writes each. What fails is on stderr at once, and an error of `Saving.wait`, or of the next save. Python waits for the
-thread when the program ends. Where it failed and nobody was told, the program's exit status says so.
+An error is printed to stderr at once and raised by `Saving.wait` or the next save. Python joins the thread at exit. If nobody
+saw the error by then, the exit status is 120.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 
 class Saving:
-    """A checkpoint that is being written while the training goes on.
+    """A checkpoint that is being written while training continues.
 
     Attributes:
-        path: the folder that it has when it is whole.
-        error: why it could not be written, where that is known.
+        path: folder of the finished checkpoint.
+        error: the exception that ended the save, or None.
     """
 
     def __init__(self, path: Path, write: Callable[[], None] | None):
@@ -27,7 +27,7 @@ class Saving:
         self.error: BaseException | None = None
         self._thread: threading.Thread | None = None
         if write is not None:
-            # Python waits for it at the end.
+            # Not a daemon, so that Python joins it at exit.
             self._thread = threading.Thread(target=self._run, args=(write,), name=f"save {path.name}", daemon=False)
             self._thread.start()
             atexit.unregister(_at_exit)
@@ -35,14 +35,14 @@ class Saving:
             _unfinished.append(self)
 
     def done(self) -> bool:
-        """Returns whether this rank has nothing more to do with it."""
+        """Returns whether this rank has finished its part."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """Waits until the checkpoint is whole, and returns its folder.
+        """Waits until the checkpoint is complete and returns its folder.
 
         Raises:
-            OSError: it could not be written; what there was of it is removed.
+            OSError: it could not be written; partial files are removed.
         """
         if self._thread is not None:
             self._thread.join()
@@ -64,17 +64,13 @@ _unfinished: list[Saving] = []
 
 
 def wait_for_others() -> None:
-    """Waits for the save before: two at a time would mix up their exchanges.
-
-    Raises:
-        OSError: it could not be written, and nobody has waited for it.
-    """
+    """Waits for the previous save, whose exchanges would mix with the next one's; raises its OSError if nobody has seen it."""
     while _unfinished:
         _unfinished[-1].wait()
 
 
 def _at_exit() -> None:
-    # Ctrl-C at the end may have ended Python's own waiting.
+    # Ctrl-C at exit can interrupt Python's own join.
     lost = [saving.path for saving in _unfinished if not saving.done() or saving.error is not None]
     for path in lost:
         _say(f"{path} was not saved when the program ended, and nobody has called wait() of what save_checkpoint returned")
@@ -88,9 +84,9 @@ def _say(text: str) -> None:
 
 
 class _FailsAtTheEnd:
-    """Stands for stderr while Python ends: that it can't be flushed makes the exit status 120 (see `sys.exit`).
+    """Wraps stderr at exit. Its flush fails, which makes the exit status 120 (see `sys.exit`).
 
-    An exit handler can't set the status otherwise, but by `os._exit`, which leaves out all other handlers.
+    The only other way to set the status in an exit handler is `os._exit`, which skips all other handlers.
     """
 
     def __init__(self, stream: Any):

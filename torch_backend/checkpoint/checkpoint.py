@@ -1,4 +1,4 @@
-"""Checkpoints of a model and its optimizer: saved and loaded through torch's DCP, on any mesh, to the bit."""
+"""Saves and loads bit-exact checkpoints of a model and its optimizer through torch's DCP, on any mesh."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from .conversion import Conversion, conversions, convert, leave_paths, masters_o
 from .matching import HOW_TO_STEP, described, empty, match_model, match_optimizer, names_of
 from .training_state import leaves, optimizer_state, replicate_uneven, restore_uneven, restorer
 
-# DCP is imported where it is used, and what needs it: it takes more than a second.
+# DCP takes more than a second to import, so functions import it and its users.
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint that `load_checkpoint` has read.
+    """The result of `load_checkpoint`.
 
     Attributes:
         path: the checkpoint's folder.
         step: its step.
-        extra: what was given as `extra` when it was saved.
+        extra: the `extra` given to `save_checkpoint`.
     """
 
     path: Path
@@ -58,34 +58,34 @@ def save_checkpoint(
     wait: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> Saving:
-    """Saves a checkpoint as FOLDER/step-NNNNNNNN, a folder of torch's DCP with checksums.
+    """Saves a checkpoint as FOLDER/step-NNNNNNNN, a DCP folder with checksums.
 
-    The folder has its name only when the checkpoint is whole, on the disk; a run that dies before leaves those of earlier steps
-    as they are. Every rank calls it, on a file system that all of them see.
+    The folder gets its name only when the checkpoint is complete on disk; a run that dies earlier leaves previous checkpoints
+    intact. Every rank must call it, on a shared file system.
 
     Args:
-        folder: that of the run.
+        folder: the run's folder.
         model: any module; quantized weights are saved as codes and scales (`state_dict`).
-        optimizer: whose state is saved too: masters and moments in fp32.
+        optimizer: its state (fp32 masters, moments) is saved too.
         step: number of the checkpoint.
-        extra: tensors, and numbers (NumPy's too), strings, None and tuples of them, by name. What has one name must be alike on
-            every rank: call what each rank has of its own f"cursor.{rank}".
-        keep: how many checkpoints to leave in the folder: this one, and those of the highest steps; None leaves all.
-        wait: False returns when everything is copied to the CPU, and writes behind the training's back.
-        process_group: the ranks that save; by default all. For wait=False a group of its own is made of them, with gloo, which
-            `destroy_process_group` doesn't end.
+        extra: tensors, numbers (NumPy's too), strings, None and tuples of them, by name. A name's value must be equal on all
+            ranks that pass it; name values of one rank f"cursor.{rank}".
+        keep: number of checkpoints to keep: this one and those of the highest steps; None keeps all.
+        wait: False returns once everything is copied to the CPU and writes in a background thread.
+        process_group: the ranks that save; by default all. wait=False adds its own gloo group, which `destroy_process_group`
+            doesn't end.
 
     Returns:
-        A handle: `wait()` returns the checkpoint's folder when it is whole. With wait=False call it of the last one, too: a
-        save that fails is said on stderr, and where nobody has waited for it the program's exit status is 120.
+        A handle whose `wait()` returns the folder of the completed checkpoint. After wait=False, call it for the last save too:
+        a failed save is printed to stderr and, if nobody waited for it, makes the exit status 120.
 
     Raises:
-        FileExistsError: there is a checkpoint of this step, or the folder is a checkpoint itself.
-        OSError: it could not be written, or the one before it, behind the training's back, which nobody has waited for; or a
-            file of it isn't there, since a rank sees another file system; or another process has saved this step meanwhile.
-        ValueError: step or keep is out of range; or ranks were called with other folders, steps, settings or values of `extra`,
-            hold other formats, shapes or recipes under one name, or have optimizers of other settings. Both are named.
-        TypeError: extra, or a setting of the optimizer, couldn't be loaded again; step is no whole number; model is no module.
+        FileExistsError: a checkpoint of this step exists, or the folder is itself a checkpoint.
+        OSError: this or the previous background save could not be written; a file is missing because ranks see different file
+            systems; or another process saved this step meanwhile.
+        ValueError: step or keep is out of range; or ranks differ in folder, step, settings, `extra`, optimizer settings, or the
+            format, shape or recipe of one name. The message gives both values.
+        TypeError: `extra` or an optimizer setting couldn't be loaded again, step is not an integer, or model is not a module.
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
@@ -129,14 +129,14 @@ def save_checkpoint(
     with _given_up_on_error(drafts):
         begun = ranks.on_first_rank(begin, process_group)
         if not drafts:
-            # This rank may see a folder of its own under this name, and removes it then.
+            # If the file system isn't shared, this rank has its own folder of this name; the draft removes it on failure.
             drafts.append(publishing.Draft(checkpoint, begun))
         replicate_uneven(state)
         writer, exchange = SummedWriter(drafts[0].folder), ranks.Exchange(process_group) if wait else ranks.apart(process_group)
         if wait:
             write_all()
             return Saving(checkpoint, None)
-        # torch copies what it saves behind the training's back, but for DTensors of shape ().
+        # torch's staging doesn't copy DTensors of shape ().
         for holder, name, value in list(leaves(state)):
             if value.ndim == 0 and sharding.mesh_of(value) is not None:
                 holder[name] = value.clone()
@@ -153,27 +153,27 @@ def load_checkpoint(
     requantize: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> Loaded:
-    """Loads a checkpoint of `save_checkpoint`, in place, onto whatever mesh the model is on. Every rank calls it.
+    """Loads a checkpoint of `save_checkpoint` in place, onto the model's current mesh. Every rank must call it.
 
-    Every file is held against its checksum, and every name, format and shape against the model's, before anything is changed.
+    All checksums, names, formats and shapes are verified before anything changes.
 
     Args:
-        folder: that of the run, or of one checkpoint.
-        model: what was saved, sharded in any way or not at all; materialized.
-        optimizer: whose state is loaded; None leaves that in the checkpoint alone. It has the same groups of parameters, and
-            keeps its own `moments`, `master` and OsciReset, those of torch's switches that say how a step is carried out
-            (`capturable`, `foreach`, `fused`, `differentiable`), and what else of a group's settings isn't in the checkpoint.
+        folder: the run's folder, or one checkpoint's.
+        model: the saved model, sharded in any way or not at all; materialized.
+        optimizer: its state is loaded; None ignores the checkpoint's. Its parameter groups must match. It keeps its own
+            `moments`, `master` and OsciReset, torch's `capturable`, `foreach`, `fused` and `differentiable`, and settings that
+            the checkpoint lacks.
         step: which checkpoint; by default the last.
-        requantize: convert weights that the checkpoint holds in another format, or in high precision where the model has codes,
-            or the other way round: from the optimizer's masters where they are loaded, else from the checkpoint's values. What
-            only the model's recipe keeps in buffers (histories, random keys) stays as it is.
+        requantize: convert weights whose format differs between checkpoint and model, from the optimizer's masters if loaded,
+            else from the checkpoint's values. Recipe buffers (histories, random keys) missing in the checkpoint keep their
+            values.
         process_group: the ranks that load; by default all.
 
     Raises:
-        BadCheckpoint: there is no checkpoint, a file is missing, truncated or altered, or something the model has is not there
-            or has another shape or format. Nothing was changed then, unless a file could be read no more after that.
-        ValueError: ranks were called with other folders, steps or settings, or hold other formats, shapes or recipes under one
-            name. Both are named.
+        BadCheckpoint: there is no checkpoint, a file is missing, truncated or altered, or an entry is missing or has another
+            shape or format. Nothing has changed then, unless a file becomes unreadable during the load.
+        ValueError: ranks differ in folder, step, settings, or the format, shape or recipe of one name. The message gives both
+            values.
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
@@ -226,7 +226,7 @@ def load_checkpoint(
 
     state, converted, lacking = ranks.on_every_rank(fitted, process_group)
     replaced = replicate_uneven(state)
-    # Settings of the optimizer's groups may be missing there; all else has been found.
+    # The checkpoint may lack settings of the optimizer's groups; everything else was found.
     ranks.Exchange(process_group).together(
         lambda reasons: BadCheckpoint(f"{checkpoint} can't be read: {reasons}"), lambda: read(state, files, index)
     )
@@ -255,13 +255,9 @@ def _into_optimizer(
     converted: list[Conversion],
     lacking: list[Conversion],
 ) -> list[Tensor | None]:
-    """Loads an optimizer's state, and returns the masters of the parameters that are to be converted.
+    """Loads an optimizer's state; returns the masters of the `converted` parameters.
 
-    Args:
-        model, optimizer: those that are loaded.
-        state: what was read.
-        converted: parameters that the checkpoint has in another format.
-        lacking: those among them of which it has no master.
+    Parameters in `lacking` have no saved master; theirs is made from the checkpoint's values.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
@@ -271,13 +267,13 @@ def _into_optimizer(
     masters = masters_of(converted, states)
     for own, group in zip(optimizer.param_groups, state[GROUPS], strict=True):
         group |= {name: own[name] for name in HOW_TO_STEP if name in own}
-    # What the checkpoint has no state of begins with its next gradient.
+    # Parameters without a saved state get theirs at their next gradient.
     set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=False))
     return masters
 
 
 def _summed_up(checkpoint: Path, group: dist.ProcessGroup | None) -> Files:
-    """Returns the files of a checkpoint, each of which one of the ranks has summed up."""
+    """Returns the checkpoint's files after hashing them, divided among the ranks."""
 
     def share() -> tuple[Files | None, list[str]]:
         try:
@@ -308,7 +304,7 @@ def _whole_number(name: str, value: Any, least: int) -> int:
 
 @contextmanager
 def _given_up_on_error(drafts: list[publishing.Draft]) -> Iterator[None]:
-    """Removes a checkpoint's files where it could not be written: on every rank, which may see a folder of its own."""
+    """Removes a failed checkpoint's files, on every rank, in case ranks see different file systems."""
     try:
         yield
     except BaseException:

@@ -1,8 +1,7 @@
-"""The files of a checkpoint: torch's DCP format, summed up while they are written, and read as they were summed up.
+"""Reads and writes a checkpoint's files in DCP's format, with a SHA-256 of each.
 
-torch's planners and its writer and reader of files do the work. They are called here, and not by torch's `save` and `load`:
-these exchange through torch's list of process groups, which ends with the training, and turn whatever a rank raises, Ctrl-C
-too, into an exception of their own.
+torch's planners, writer and reader do the work. torch's own `save` and `load` aren't used: they need a registered process
+group, which ends with the training, and they wrap every exception, even Ctrl-C.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from .ranks import Exchange
 
 
 class _Summed:
-    """A file that is summed up while it is written."""
+    """A file that hashes what is written to it."""
 
     def __init__(self, file: Any):
         self._file = file
@@ -40,7 +39,8 @@ class _Summed:
         self._length = 0
 
     def write(self, content: Any) -> int:
-        # torch's writer, which Ctrl-C has ended, ends its archive when it is freed. An error there would abort the program.
+        # If Ctrl-C interrupts torch's writer, its destructor finishes the archive later; an error there would abort the
+        # process.
         if self._file.closed:
             return len(content)
         self._digest.update(content)
@@ -60,7 +60,7 @@ class _Summed:
 
 
 class _SummedFiles(FileSystem):
-    """torch's file system, which also keeps the sum of what was written to each file."""
+    """torch's file system, recording the length and hash of each file it writes."""
 
     def __init__(self, sums: dict[str, FileSum]):
         self._sums = sums
@@ -79,7 +79,7 @@ class _SummedFiles(FileSystem):
 
 @contextmanager
 def _as_it_was() -> Iterator[None]:
-    """Raises what an error came from, a full disk or Ctrl-C: torch's writer fails again when it ends, and says that."""
+    """Raises the original error (a full disk, Ctrl-C) instead of the second one that torch's writer raises while closing."""
     outside = sys.exc_info()[1]
     try:
         yield
@@ -94,11 +94,7 @@ def _as_it_was() -> Iterator[None]:
 
 
 class SummedWriter(FileSystemWriter):
-    """torch's writer of files into a folder: one for each rank, on the disk when it is written.
-
-    Attributes:
-        sums: of the files that this rank has written, by name.
-    """
+    """Writes one file per rank into a folder and syncs it to disk; `sums` has the length and hash of each file by name."""
 
     def __init__(self, folder: Path):
         super().__init__(folder, single_file_per_rank=True, sync_files=True)
@@ -113,15 +109,10 @@ def write(
     publish: Callable[[dict[str, FileSum]], None],
     error: Callable[[str], Exception],
 ) -> None:
-    """Writes a state: each rank its file, and the first one the index; then `publish` gets the sums of all.
+    """Writes nested dictionaries: one file per rank; the first rank then writes the index and calls `publish` with all sums.
 
-    Args:
-        state: nested dictionaries.
-        writer: of this rank.
-        exchange: the ranks, all of which call it.
-        publish: called on the first rank, when everything is written. There is no moment before it at which a process that dies
-            leaves something that looks like a checkpoint.
-        error: makes the error of what failed, which every rank raises.
+    `publish` comes last, so a process that dies earlier leaves nothing that looks like a checkpoint. If a rank fails, all raise
+    `error` of the failures' text.
     """
     planner, metadata = DefaultSavePlanner(), []
 
@@ -151,15 +142,9 @@ def write(
 
 
 def read(state: dict[str, Any], files: Files, index: Metadata) -> None:
-    """Reads into the tensors of a state what a checkpoint has for them, and puts its other values in their places.
+    """Reads a checkpoint's tensors into `state`'s and sets the other values; entries missing in the checkpoint stay.
 
-    Args:
-        state: nested dictionaries. What isn't in the checkpoint stays as it is.
-        files: the checkpoint's, summed up.
-        index: the checkpoint's.
-
-    Raises:
-        BadCheckpoint: a file can't be read, has been written to since, or a piece is not what the index says of it.
+    Raises BadCheckpoint if a file can't be read or has changed since it was hashed, or a chunk contradicts the index.
     """
     reader, planner = CheckedReader(files, index), CheckedPlanner(allow_partial_load=True)
     planner.set_up_planner(state, index)
@@ -170,12 +155,7 @@ def read(state: dict[str, Any], files: Files, index: Metadata) -> None:
 
 
 class CheckedReader(FileSystemReader):
-    """Reads a checkpoint: from regular files in its folder alone, and nothing but what its index says.
-
-    Args:
-        files: the checkpoint's.
-        index: the checkpoint's.
-    """
+    """DCP's reader, restricted to regular files in the checkpoint's folder and to chunks that match the index."""
 
     def __init__(self, files: Files, index: Metadata):
         super().__init__(files.folder)
@@ -183,12 +163,7 @@ class CheckedReader(FileSystemReader):
         self._pieces = {key: (dtype, shape) for key, dtype, shape in pieces(index)}
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads what a plan wants, file by file.
-
-        Raises:
-            BadCheckpoint: a file can't be read, has been written to since it was summed up, or a piece is not what the index
-                says of it.
-        """
+        """Reads the plan's items file by file; raises BadCheckpoint as `read` does."""
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
@@ -222,10 +197,10 @@ class CheckedReader(FileSystemReader):
 
 
 class CheckedPlanner(DefaultLoadPlanner):
-    """Plans as DCP does, and unpickles nothing but plain values (`weights_only`)."""
+    """DCP's planner, unpickling with `weights_only`."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Takes a value that is no tensor."""
+        """Loads a value that is not a tensor, after checking that `weights_only` accepts it."""
         torch.load(value, weights_only=True)
         value.seek(0)
         super().load_bytes(read_item, value)

@@ -1,7 +1,7 @@
-"""Weights that a checkpoint holds in another format than the model: found, read as they are there, and converted.
+"""Converts weights whose format differs between checkpoint and model.
 
-With an optimizer the master goes with them: one that the checkpoint has is what the weight is made from, also where the model
-has none, because it is fp32 itself; where the checkpoint has none, its values become the master.
+A converted weight is made from the optimizer's fp32 master if the checkpoint has one. If the model keeps masters and the
+checkpoint has none, the checkpoint's values become the master.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from ..weights.state_dict import cut, format_of
 
 @dataclass(frozen=True)
 class Conversion:
-    """A parameter, and the checkpoint's entries for it.
+    """A parameter and the checkpoint entries to convert it from.
 
     Attributes:
-        name: of the parameter.
-        param: the model's.
-        theirs: the format in the checkpoint; None for high precision.
-        dtype: the dtype there, nominal where there is a format.
-        nominal: whether nothing but the nominal dtype differs: the codes are loaded as they are.
-        keep_init: whether the model keeps originals of this parameter.
-        read: by name, what is read from the checkpoint in the place of the parameter's own entries.
+        name: the parameter's name.
+        param: the model's parameter.
+        theirs: the checkpoint's format; None for high precision.
+        dtype: the checkpoint's dtype, nominal if it has a format.
+        nominal: only the nominal dtype differs, so the codes are loaded unchanged.
+        keep_init: whether the model keeps this parameter's original values.
+        read: tensors to read by name, instead of the parameter's own entries.
     """
 
     name: str
@@ -55,15 +55,9 @@ class Conversion:
 
 
 def conversions(model: nn.Module, there: Mapping[str, Any], requantize: bool) -> list[Conversion]:
-    """Returns the parameters that a checkpoint has in another format or dtype.
+    """Returns the parameters whose format or dtype differs from the checkpoint's index `there`.
 
-    Args:
-        model: the model.
-        there: what the checkpoint's index says of each name.
-        requantize: whether they may be converted.
-
-    Raises:
-        BadCheckpoint: there are some, and they may not.
+    Raises BadCheckpoint if any differ and `requantize` is False.
     """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -91,7 +85,7 @@ def conversions(model: nn.Module, there: Mapping[str, Any], requantize: bool) ->
 
 
 def replace(converted: Sequence[Conversion], state: dict[str, Any]) -> None:
-    """Replaces the parameters' own entries in a state dict by those that are to be read."""
+    """Replaces the parameters' own entries in a state dict by the entries to read."""
     for one in converted:
         local = sharding.local_of(one.param)
         if isinstance(local, QuantizedTensor) and not one.nominal:
@@ -103,19 +97,10 @@ def replace(converted: Sequence[Conversion], state: dict[str, Any]) -> None:
 def replace_masters(
     converted: Sequence[Conversion], states: dict[str, Any], there: dict[str, Any], *, may_ignore: bool
 ) -> list[Conversion]:
-    """Makes an optimizer's state dict and a checkpoint's index agree about masters, of which either may have none.
+    """Makes optimizer state dict and checkpoint index `there` agree about masters; returns the parameters that lack one.
 
-    What the checkpoint has none of is taken out of the state dict. What it alone has is read where the parameter is converted,
-    and else taken out of the index.
-
-    Args:
-        converted: the parameters whose format or dtype is another.
-        states: the entries of the optimizer's state dict by name of the parameter.
-        there: what the checkpoint's index says of each of the optimizer's names.
-        may_ignore: whether masters may be left in the checkpoint.
-
-    Returns:
-        Of which converted parameters they were taken out: the optimizer wants one.
+    A master missing in the checkpoint is removed from `states`. A master only in the checkpoint is read if its parameter is
+    converted, and otherwise dropped from the index, provided that `may_ignore` allows it.
     """
     by_name, wanted = {one.name: one for one in converted if not one.nominal}, []
     for name, entries in states.items():
@@ -135,12 +120,9 @@ def replace_masters(
 
 
 def leave_paths(states: dict[str, Any], there: dict[str, Any], *, may_ignore: bool) -> None:
-    """Takes OsciReset's paths out of a state dict that the checkpoint has none of, and out of its index where they are new.
+    """Drops OsciReset's paths from whichever of state dict and index has them alone, since a resumed run may turn it on or off.
 
-    A run may begin with it, or end it, where it goes on from a checkpoint. A path that isn't read begins at 0.
-
-    Args:
-        states, there, may_ignore: as for `replace_masters`.
+    A path that isn't read starts at 0.
     """
     for name, entries in states.items():
         for path in PATHS:
@@ -152,7 +134,7 @@ def leave_paths(states: dict[str, Any], there: dict[str, Any], *, may_ignore: bo
 
 
 def masters_of(converted: Sequence[Conversion], states: Mapping[str, Any]) -> list[Tensor | None]:
-    """Returns this rank's part of each master that has been read: the same for each name of a parameter."""
+    """Returns this rank's shard of each master that was read, or None; names of a tied parameter share one."""
     by_name = {one.name: states.get(one.name, {}).get("master") for one in converted}
     found = {id(one.param): by_name[one.name] for one in converted if by_name[one.name] is not None}
     return [sharding.local_of(found[id(one.param)]) if id(one.param) in found else None for one in converted]
@@ -160,12 +142,7 @@ def masters_of(converted: Sequence[Conversion], states: Mapping[str, Any]) -> li
 
 @torch.no_grad()
 def convert(converted: Sequence[Conversion], masters: Sequence[Tensor | None]) -> None:
-    """Writes what was read into the parameters; collective where they are sharded.
-
-    Args:
-        converted: the parameters.
-        masters: the optimizer's fp32 weights where they have been loaded: they are what the codes are made from then.
-    """
+    """Writes the loaded values, or the fp32 `masters` where given, into the parameters; collective if they are sharded."""
     pairs = [(one, master) for one, master in zip(converted, masters, strict=True) if not one.nominal]
     quantized: list[tuple[Tensor, Tensor]] = []
     for one, master in pairs:
@@ -189,7 +166,7 @@ def _format_entries(name: str, param: Tensor, theirs: Format | None, dtype: torc
 
 
 def _to_read(name: str, param: Tensor, theirs: Format | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Returns memory for the checkpoint's entries, which lies as the parameter does."""
+    """Returns empty tensors for the checkpoint's entries, sharded as the parameter."""
     local = sharding.local_of(param)
     if theirs is None:
         return {name: placed(param, torch.empty(local.shape, dtype=dtype, device=local.device))}
@@ -209,7 +186,7 @@ def _to_read(name: str, param: Tensor, theirs: Format | None, dtype: torch.dtype
 
 
 def values_of(one: Conversion) -> Tensor:
-    """Returns this rank's part of the checkpoint's values, in high precision."""
+    """Returns this rank's shard of the checkpoint's values, dequantized to fp32 if quantized."""
     if one.theirs is None:
         return sharding.local_of(one.read[one.name])
     lies = sharding.sharding_of(one.param)
@@ -222,15 +199,15 @@ def values_of(one: Conversion) -> Tensor:
     return q.dequantize(torch.float32)
 
 
-# ---- several tensors in one
+# ---- fused tensors
 
 
 Apart = Callable[[str, Tensor], Mapping[str, Tensor]]
-"""Takes a tensor of a model, maybe on the meta device, by its name; returns the server's tensors by theirs."""
+"""Splits a named tensor of the model, possibly on the meta device, into the server's tensors by name."""
 
 
 def split(entry: Entry, apart: Apart) -> dict[str, Entry]:
-    """Returns the entries that one becomes; each is to be read once."""
+    """Returns the entries that `apart` makes of one; each can be read once."""
     meta = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype.name), device="meta")
     shapes = {name: tuple(part.shape) for name, part in apart(entry.name, meta).items()}
     values: Any = entry.read
@@ -239,11 +216,7 @@ def split(entry: Entry, apart: Apart) -> dict[str, Entry]:
 
 
 def split_weight(weight: Weight, apart: Apart) -> dict[str, Weight]:
-    """Returns the weights that one becomes, with the codes and scales that it has.
-
-    Raises:
-        ValueError: a part would begin within a block.
-    """
+    """Splits a quantized weight's codes and scales; raises ValueError if a cut falls inside a block."""
     format, made = weight.format, {}
     codes = split(weight.codes, apart)
     scales = {} if format.block is None else split(weight.scales, apart)
@@ -262,7 +235,7 @@ def split_weight(weight: Weight, apart: Apart) -> dict[str, Weight]:
 
 
 def turned(weight: Weight) -> Weight:
-    """Returns a weight in square blocks with its last two axes swapped; each of its parts is to be read once."""
+    """Transposes the last two axes of a weight with square blocks; each part of the result can be read once."""
     format, factor = weight.format, weight.tensor_scale
 
     def whole() -> dict[str, Tensor]:
@@ -285,7 +258,7 @@ def turned(weight: Weight) -> Weight:
 
 
 def _at_once(read: Callable[[], Mapping[str, Tensor]]) -> Callable[[str], Callable[[], Any]]:
-    """Returns what reads one of several tensors that are made together, and keeps the others until they are asked for."""
+    """Returns a reader for each tensor that one call of `read` produces; the others are held until they are read."""
     held: dict[str, Tensor] = {}
 
     def of(name: str) -> Callable[[], Tensor]:

@@ -1,4 +1,4 @@
-"""A checkpoint of torch's DCP as a file of tensors, one of them in memory at a time, without a process group."""
+"""Opens a DCP checkpoint as a file of lazily read tensors, without a process group."""
 
 from __future__ import annotations
 
@@ -21,15 +21,10 @@ from .plain_values import read_plain
 
 
 def open_checkpoint(folder: Path, step: int | None = None) -> Model:
-    """Opens a checkpoint: its tensors, and as the metadata the further names of tied weights (`names.TIED`).
+    """Opens a checkpoint and verifies its checksums; the metadata maps tied names (`names.TIED`).
 
-    Args:
-        folder: a run's folder, a checkpoint that `save_checkpoint` wrote (its checksums are looked at, and one
-            that is called as those are must have them), or any folder of DCP's, which has none.
-        step: which checkpoint of a run; by default the last.
-
-    Raises:
-        BadFile: there is no checkpoint, a file is missing, truncated or altered, or the index leaves some of a tensor out.
+    `folder` is a run (`step` picks the checkpoint, by default the last), a checkpoint, or any DCP folder. Only the last may
+    lack checksums. Raises BadFile if there is none, a file is missing or altered, or chunks don't cover a tensor.
     """
     try:
         if step is not None or not (folder / INDEX).is_file():
@@ -62,7 +57,7 @@ def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
 def _read(files: manifest.Files, index: Metadata, name: str, what: TensorStorageMetadata) -> np.ndarray:
     at = files.folder / INDEX
     try:
-        # The pieces cover it (`read_index`).
+        # `read_index` has checked that the chunks cover the tensor.
         whole = torch.empty(what.size, dtype=what.properties.dtype, device="cpu")
         for chunk in what.chunks:
             where = index.storage_data[MetadataIndex(name, chunk.offsets)]
@@ -76,5 +71,5 @@ def _read(files: manifest.Files, index: Metadata, name: str, what: TensorStorage
         return whole.reshape(-1).view(torch.uint8).numpy().view(_numpy_dtype(whole.dtype)).reshape(what.size)
     except BadCheckpoint as error:
         raise BadFile(at, error, name) from error
-    except Exception as error:  # a damaged file leads to any
+    except Exception as error:  # a damaged file can raise anything
         raise BadFile(at, repr(error), name) from error

@@ -1,4 +1,4 @@
-"""Named tensors in .safetensors files, the same that NumPy and JAX read (`files.saving`)."""
+"""Saves and loads named tensors as .safetensors, in the format NumPy and JAX read (`files.saving`)."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def save(
     file_bytes: int | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes named tensors, quantized or not, to a .safetensors file, or to several; see `blockfp.save`.
+    """Writes named tensors, quantized or not, to one or several .safetensors files; see `blockfp.save`.
 
     Args:
         path: name of the file, ending in .safetensors.
-        tensors: whole tensors by name, such as `dict(model.named_parameters())`; of a sharded model use `save_checkpoint`.
+        tensors: whole tensors by name, such as `dict(model.named_parameters())`; use `save_checkpoint` for a sharded model.
             Weights of layers with weights="high_precision" are saved in high precision.
         file_bytes, metadata: as for `blockfp.save`.
 
     Raises:
-        TypeError, ValueError: as `blockfp.save`, and of an array of another library; BadFile names a tensor that is a shard,
-            sparse or on the meta device, or of a dtype that can't be stored.
+        TypeError, ValueError: as `blockfp.save`; TypeError also for another library's array.
+        blockfp.errors.BadFile: a tensor is a shard, sparse, on the meta device, or of a dtype that can't be stored.
     """
     if isinstance(tensors, Mapping):
         tensors = {name: _whole(Path(path), name, tensor) for name, tensor in tensors.items()}
@@ -53,11 +53,11 @@ def save(
 
 
 def load(path: str | PathLike[str], *, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """Reads what `save` of any framework wrote.
+    """Reads a file that `save` of any framework wrote.
 
     Args:
         path: as for `blockfp.load`.
-        device: where to put the tensors.
+        device: device of the returned tensors.
 
     Returns:
         Tensors and quantized tensors by name.
@@ -69,7 +69,7 @@ def load(path: str | PathLike[str], *, device: torch.device | str = "cpu") -> di
 
 
 def _whole(path: Path, name: str, tensor: Any) -> Any:
-    """Returns the tensor to save; raises BadFile where it isn't whole, or its values can't be read."""
+    """Returns the tensor to save; raises BadFile if it is a shard, sparse or on the meta device."""
     if isinstance(tensor, np.ndarray | QuantizedArray) or type(tensor).__module__.startswith("jax"):
         raise TypeError(
             f"tensor {name!r} must be a torch.Tensor, got {type(tensor).__name__}: blockfp.save and blockfp.jax.save take the "
@@ -86,7 +86,7 @@ def _whole(path: Path, name: str, tensor: Any) -> Any:
 
 def _to_numpy(part: Tensor):
     part = part.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    # NumPy has no small floats of its own: ml_dtypes' have the same names as torch's.
+    # NumPy has no 8-bit floats; ml_dtypes names them as torch does.
     if part.dtype.is_floating_point and part.element_size() == 1:
         import ml_dtypes
 
@@ -111,19 +111,19 @@ def _to_torch(array: Any) -> Tensor:
 def high_precision_state_dict(
     model: nn.Module, *, dtype: torch.dtype | None = None, cpu_offload: bool = False
 ) -> dict[str, Tensor]:
-    """Returns a model's state dict with values under the names of the model before `convert`, and nothing else.
+    """Returns a model's state dict with dequantized weights, under the names from before `convert`.
 
-    `convert`'s buffers are left out. Sharded weights are gathered as codes and scales, and dequantized: every rank calls it.
-    The values are those of the codes: a master in fp32 is the optimizer's, which `save_checkpoint` saves.
+    `convert`'s buffers are left out. Sharded weights are gathered as codes and scales, then dequantized; every rank must call
+    it. Values come from the codes. The optimizer's fp32 masters are not used; `save_checkpoint` saves them.
 
     Args:
         model: any module, sharded or not.
-        dtype: float32, float16 or bfloat16, of weights of quantized layers; None for each one's own.
-        cpu_offload: move each tensor to the CPU as soon as it is whole, on rank 0 alone; the others get an empty dictionary, as
-            from torch's `get_model_state_dict`.
+        dtype: float32, float16 or bfloat16 for the weights of quantized layers; None keeps each weight's own dtype.
+        cpu_offload: move each gathered tensor to the CPU, on rank 0 only; other ranks get an empty dictionary, as from torch's
+            `get_model_state_dict`.
 
     Raises:
-        TypeError: model is no module, or dtype is none of these.
+        TypeError: model is not a module, or dtype is not supported.
 
     Example:
         >>> llama.save_pretrained("folder", state_dict=bfp.high_precision_state_dict(llama, dtype=torch.bfloat16))
@@ -144,7 +144,7 @@ def high_precision_state_dict(
     for name, shown in get_model_state_dict(model).items():
         if name in left_out:
             continue
-        # Tied weights are one tensor, as readers of tied models expect.
+        # Tied weights stay one tensor; loaders of tied models expect that.
         key = id(params.get(name, shown))
         if key not in whole:
             value = _values(params.get(name), shown, dtype)
@@ -157,7 +157,7 @@ def high_precision_state_dict(
 
 
 def _values(param: Tensor | None, shown: Any, dtype: torch.dtype | None) -> Any:
-    """Returns a state dict's entry as a whole; collective where it is sharded."""
+    """Returns a state dict's entry as a whole tensor; collective if the entry is sharded."""
     local = None if param is None else sharding.local_of(param)
     if param is not None and isinstance(local, QuantizedTensor):
         parts = {

@@ -1,7 +1,7 @@
-"""DCP's index of a checkpoint (`.metadata`): which tensors, of what shape and dtype, in which pieces, and where these lie.
+"""Reads DCP's index (`.metadata`): each tensor's shape, dtype and chunks, and each chunk's file, offset and length.
 
-It is a pickle by its nature, and anybody may have written it. It is read so that nothing runs and nothing outside of it is
-changed: its objects become bags of attributes, and torch's own are made of what these say, once it is what an index says.
+The index is a pickle from an untrusted source. The unpickler runs no code of torch's: it builds attribute bags, which are
+validated before they become torch's classes.
 """
 
 from __future__ import annotations
@@ -35,22 +35,18 @@ from blockfp.files.manifest import Files
 from ..torch_internals import stored_at
 
 INDEX = ".metadata"
-"""DCP's name of the file that says what lies where."""
+"""File name of DCP's index."""
 
 LONGEST = 2**30
-"""Bytes of an index that is read; a hundred describe a piece."""
+"""Longest index that is read, in bytes. A chunk takes about 100."""
 
 _MOST_AXES = 64
 
 
 def read_index(files: Files) -> Metadata:
-    """Reads DCP's index of a checkpoint, whose tensors are all whole: the pieces of each cover it once, and lie in their files.
+    """Reads DCP's index and checks it: the chunks of each tensor cover it exactly once and fit into their files.
 
-    Where there is a manifest it has every file that the index names, and so all of them are summed up.
-
-    Raises:
-        BadCheckpoint: there is none, it holds what an index doesn't, its pieces aren't what they should be, or the manifest
-            lacks a file.
+    If there is a manifest, it must list every file that the index names. Raises BadCheckpoint otherwise.
     """
     checkpoint = files.folder
     path = checkpoint / INDEX
@@ -82,7 +78,7 @@ def read_index(files: Files) -> Metadata:
 
 
 def pieces(index: Metadata) -> Iterator[tuple[MetadataIndex, torch.dtype, torch.Size]]:
-    """Yields (key, dtype, shape) of each piece of each tensor."""
+    """Yields (key, dtype, shape) of each chunk of each tensor."""
     for name, what in index.state_dict_metadata.items():
         if isinstance(what, TensorStorageMetadata):
             for chunk in what.chunks:
@@ -90,11 +86,7 @@ def pieces(index: Metadata) -> Iterator[tuple[MetadataIndex, torch.dtype, torch.
 
 
 def read_tensor(stream: Any, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """Reads a piece of a tensor as `torch.save` wrote it.
-
-    Raises:
-        BadCheckpoint: it is none, or not what the index says of it.
-    """
+    """Reads a chunk that `torch.save` wrote; raises BadCheckpoint unless it is dense and has the index's dtype and shape."""
     tensor = torch.load(stream, map_location="cpu", weights_only=True)
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
         raise BadCheckpoint(f"it is no dense tensor but {type(tensor).__name__}")
@@ -105,7 +97,7 @@ def read_tensor(stream: Any, dtype: torch.dtype, shape: Sequence[int]) -> Tensor
 
 
 def _lengths(files: Files, index: Metadata) -> dict[str, int]:
-    """Returns the length of each file that an index names: the manifest's, where there is one."""
+    """Returns the length in bytes of each file that the index names, from the manifest if there is one."""
     names = {where.relative_path for where in index.storage_data.values()}
     if files.listed is not None:
         if missing := {INDEX, *names} - files.listed.keys():
@@ -125,7 +117,7 @@ def _lengths(files: Files, index: Metadata) -> dict[str, int]:
 
 
 def _check_pieces(index: Metadata, name: str, what: Any, lengths: dict[str, int]) -> None:
-    """Raises ValueError where a tensor's pieces, or another value's place, can't be read or leave some of it out."""
+    """Raises ValueError if chunks overlap, leave a gap, or reach beyond the tensor or its file."""
     if isinstance(what, BytesStorageMetadata):
         _check_place(index, MetadataIndex(name), lengths, 0)
         return
@@ -159,13 +151,13 @@ def _check_place(index: Metadata, key: MetadataIndex, lengths: dict[str, int], n
 
 
 def _overlap(boxes: np.ndarray) -> bool:
-    """Returns whether any two boxes [n, (offset, size), axes] have an element in common."""
+    """Returns whether any two of the boxes, an array [n, (offset, size), axes], share an element."""
     first, last = boxes[:, 0], boxes[:, 0] + boxes[:, 1]
     for axis in range(boxes.shape[2]):
         order = np.argsort(first[:, axis], kind="stable")
         if (first[order[1:], axis] >= last[order[:-1], axis]).all():
-            return False  # one after another
-    # In slices, so that many pieces take little memory.
+            return False  # separated along this axis
+    # In slices of 256, to bound the memory of the pairwise comparison.
     for i in range(0, len(boxes), 256):
         apart: Any = ((first[i : i + 256, None] >= last[None]) | (last[i : i + 256, None] <= first[None])).any(-1)
         rows = np.arange(i, i + len(apart))
@@ -175,17 +167,17 @@ def _overlap(boxes: np.ndarray) -> bool:
     return False
 
 
-# What a pickle of an index consists of: opcodes that are followed by nothing or by so many bytes, and those that say how many
-# follow, in so many bytes of their own. Nothing that makes large things of little.
+# Opcodes allowed in an index: with no argument or one of fixed length, and (_COUNTED) with a length prefix of so many bytes.
+# None of them builds a large object from few bytes.
 _FIXED = re.compile(rb"(?:[(0N)\]}l\x85-\x89tadeusRb\x81\x93\x94]|[\x80Khq].|M..|[Jj].{4}|[G\x95].{8})++", re.DOTALL)
 _COUNTED = {0x8A: 1, ord("X"): 4, 0x8C: 1, 0x8D: 8}
 _STOP, _GLOBAL, _LONG_BINPUT = b".cr"
 
 
 def _check_opcodes(content: bytes) -> None:
-    """Raises ValueError where a pickle has other opcodes than an index, or would keep its objects at places far apart.
+    """Raises ValueError for any other opcode, or a memo index beyond the pickle's length.
 
-    The unpickler makes room for every place up to the one that is named, so four bytes could ask for gigabytes.
+    The unpickler allocates its memo up to the largest index, so four bytes could request gigabytes.
     """
     at, end = 0, len(content)
     while at < end:
@@ -207,7 +199,7 @@ def _check_opcodes(content: bytes) -> None:
 
 
 class _Raw:
-    """An object of an index, whatever its pickle makes of it: what it was called with, and its state."""
+    """An unpickled object: its constructor arguments and state, uninterpreted."""
 
     def __new__(cls, *args: Any) -> _Raw:
         raw = object.__new__(cls)
@@ -223,9 +215,9 @@ class _Raw:
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Makes nothing but dtypes, sizes and bags of attributes.
+    """Builds only dtypes, sizes and `_Raw` objects.
 
-    Classes are this unpickler's own: a pickle can set attributes of a class that it names, and would change torch's.
+    It makes its own class for each name: a pickle can set class attributes, which would change torch's.
     """
 
     def __init__(self, file: io.BytesIO):
@@ -261,7 +253,7 @@ _IN_INDEX = {
     ),
     "torch.distributed.checkpoint.filesystem._StorageInfo",
     "torch.serialization._get_layout",
-    # Early releases of Python 3.11 pickle members of an Enum by this name; nothing is got here.
+    # Early releases of Python 3.11 pickle Enum members through getattr; it is not called here.
     "builtins.getattr",
     "pathlib.PosixPath",
     "pathlib._local.PosixPath",
@@ -269,7 +261,7 @@ _IN_INDEX = {
 
 
 def _made_of(path: Path, raw: Any) -> Metadata:
-    """Makes DCP's index of an unpickled one."""
+    """Builds DCP's `Metadata` from an unpickled index."""
     state = _state(raw, "Metadata")
     tensors, places = state.get("state_dict_metadata"), state.get("storage_data")
     if not isinstance(tensors, dict) or not isinstance(places, dict):
@@ -291,12 +283,12 @@ def _made_of(path: Path, raw: Any) -> Metadata:
 def _failing(path: Path, what: str, make: Callable[..., Any], *args: Any) -> Any:
     try:
         return make(*args)
-    except Exception as error:  # a damaged index holds anything
+    except Exception as error:  # a damaged index may contain anything
         raise BadCheckpoint(f"{path} says of {what} what an index doesn't: {error!r}") from error
 
 
 def _state(raw: Any, name: str) -> dict[str, Any]:
-    """Returns the attributes of an object of this class; {} of anything else."""
+    """Returns the object's attributes if it is of class `name`, else {}."""
     return raw.state if type(raw).__name__ == name and isinstance(raw, _Raw) and isinstance(raw.state, dict) else {}
 
 
@@ -332,7 +324,7 @@ def _size(value: Any) -> torch.Size:
 
 @lru_cache(maxsize=65536)
 def _checked_size(value: tuple[Any, ...]) -> torch.Size:
-    """Makes a checked size, once for each: the pieces of an index have few, many times."""
+    """Returns the validated size; cached, since an index repeats few sizes many times."""
     if len(value) > _MOST_AXES or not all(map(untrusted.is_size, value)):
         raise ValueError(f"{value!r} is no shape")
     if math.prod(size or 1 for size in value) >= 2**60:

@@ -1,4 +1,4 @@
-"""Matches a checkpoint's entries with those that a model and an optimizer need, before anything is changed."""
+"""Compares a checkpoint's entries with what a model and an optimizer need, before anything is changed."""
 
 from __future__ import annotations
 
@@ -23,18 +23,17 @@ if TYPE_CHECKING:
 
 
 HOW_TO_STEP = ("capturable", "foreach", "fused", "differentiable")
-"""Settings of torch's optimizers that depend on the device, and not on the run."""
+"""Optimizer settings that depend on the device rather than the run."""
 
 
 def names_of(index: Metadata, part: str) -> dict[str, Any]:
-    """Returns a checkpoint's entries under "model", "optimizer" or "extra", by name."""
+    """Returns the index's entries under `part`: "model", "optimizer" or "extra"."""
     prefix = f"{part}."
     return {name.removeprefix(prefix): what for name, what in index.state_dict_metadata.items() if name.startswith(prefix)}
 
 
 def described(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, str]:
-    """Describes each parameter of a model, the recipe of each layer that has one, and the settings of an optimizer's groups:
-    ranks must have them alike."""
+    """Describes each parameter, each layer's recipe and the optimizer's settings, for the check that ranks agree."""
     found = {name: kind_of(param) for name, param in model_names.parameters(model).items()}
     recipes = {f"the recipe of {name or 'the model'}": recipe_of(module) for name, module in model_names.modules(model).items()}
     found |= {name: recipe for name, recipe in recipes.items() if recipe is not None}
@@ -42,17 +41,10 @@ def described(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict
 
 
 def match_model(checkpoint: Path, there: Mapping[str, Any], state: dict[str, Any], model: nn.Module, requantize: bool) -> None:
-    """Checks that a checkpoint has exactly what a model's state dict names, as it is there.
+    """Raises BadCheckpoint unless a checkpoint has exactly the entries of the model's state dict, with equal shapes and dtypes.
 
-    Args:
-        checkpoint: the folder, for errors.
-        there: what its index says of each name.
-        state: the model's. With `requantize` what only the model's recipe keeps is taken out, and stays as it is.
-        model: the model.
-        requantize: whether the recipes may differ.
-
-    Raises:
-        BadCheckpoint: something is missing, surplus, or of another shape or dtype.
+    With `requantize`, recipe buffers may differ; buffers missing in the checkpoint are removed from `state` and keep their
+    values.
     """
     surplus = there.keys() - dict(_flat(state)).keys()
     if requantize:
@@ -76,23 +68,11 @@ def match_optimizer(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Checks that a checkpoint has the groups and states that an optimizer's state dict names.
+    """Raises BadCheckpoint unless a checkpoint has the groups and states of the optimizer's state dict.
 
-    Settings of groups that the checkpoint alone has are put into the state dict, to be read, as with torch's `load_state_dict`.
-    Those that it lacks stay as they are, but for the numbers by which the optimizer steps: another one's checkpoint lacks them.
-
-    Args:
-        checkpoint: the folder, for errors.
-        there: what its index says of each name.
-        plain: what it holds that is no tensor, by DCP's names.
-        state: the optimizer's. Parameters of which the checkpoint has no state at all, since they had no gradient yet, are
-            taken out; those that are frozen here need none.
-        model: whose parameters they are.
-        optimizer: whose state dict it is.
-
-    Raises:
-        BadCheckpoint: something is missing, surplus, or of another shape or dtype; parameters are in other groups; or it is
-            another optimizer's.
+    Settings only in the checkpoint are added to `state`, to be read, as `load_state_dict` does. A missing number that the
+    optimizer steps by is an error. Parameters without a saved state (no gradient yet) are removed from `state`; saved states of
+    parameters that are frozen here are ignored.
     """
     ours = [group["params"] for group in state[GROUPS]]
     keys = (f"{OPTIMIZER}.{GROUPS}.{i}.params" for i in count())
@@ -133,14 +113,14 @@ def _is_setting(name: str) -> bool:
 
 
 def _defines(optimizer: torch.optim.Optimizer, setting: str) -> bool:
-    """Returns whether an optimizer steps by a setting: numbers, but not switches, which torch's versions and blockfp add."""
-    # torch's states have no key, and are rounded by the optimizer's own; OsciReset is the optimizer's own choice too.
+    """Returns whether a setting is a number that defines the step. torch's versions and blockfp add switches, which don't."""
+    # torch's states have no key; the optimizer rounds them with its own. OsciReset may differ too.
     switch = isinstance(optimizer.defaults.get(setting), bool | str | None)
     return not switch and setting not in ("key", "osci_reset")
 
 
 def empty(what: Any) -> Tensor | None:
-    """Returns memory for a checkpoint's entry, or None where it is no tensor."""
+    """Returns an empty CPU tensor for a checkpoint's entry, or None if the entry is not a tensor."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     return (
@@ -149,7 +129,7 @@ def empty(what: Any) -> Tensor | None:
 
 
 def _parameter_of(name: str, params: Mapping[str, Tensor]) -> str:
-    """Returns the parameter of an entry "state.PARAMETER.ENTRY", or ""."""
+    """Returns the parameter's name in an entry "state.PARAMETER.ENTRY", or ""."""
     key = name.removeprefix(f"{STATE}.")
     while key and key not in params:
         key = key.rpartition(".")[0]
@@ -179,7 +159,7 @@ def _check_tensor(name: str, value: Tensor, saved: TensorStorageMetadata) -> Non
         raise BadCheckpoint(f"{name} is on the meta device and has no memory: call to_empty(device=...) of the model first")
     shapes = [tuple(saved.size), tuple(value.shape)]
     if all(shape[:1] == (0,) for shape in shapes):
-        # Of quantized weights: what stands under their names has no bytes (`names.no_values`).
+        # A quantized weight's own entry has no bytes (`names.no_values`); only its other axes are compared.
         shapes = [shape[1:] for shape in shapes]
     kinds = (("shape", *shapes), ("dtype", saved.properties.dtype, value.dtype))
     for what, there, here in kinds:
@@ -188,7 +168,7 @@ def _check_tensor(name: str, value: Tensor, saved: TensorStorageMetadata) -> Non
 
 
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the leaves of nested dictionaries and lists under the names that DCP gives them."""
+    """Yields the leaves of nested dictionaries and lists by DCP's names."""
     if isinstance(value, dict):
         entries = value.items()
     elif isinstance(value, list) and any(isinstance(inner, dict | list | Tensor) for inner in value):

@@ -1,4 +1,4 @@
-"""A checkpoint's values beside tensors: settings, counters, names. Plain ones only, so that `weights_only` reads them."""
+"""Saves and reads a checkpoint's non-tensor values: settings, counters and names of types that `weights_only` loads."""
 
 from __future__ import annotations
 
@@ -23,15 +23,9 @@ from ..weights.cast_weight import CastWeight
 
 
 def plain(name: str, value: Any) -> Any:
-    """Returns a value as it is saved: NumPy's numbers become Python's, in dictionaries, lists and tuples too; tensors stay.
+    """Converts a value for saving: NumPy scalars become Python's, also inside containers; a `CastWeight` becomes its values.
 
-    Of weights that are cast when they are gathered, which modules other than blockfp's show as they are, the values.
-
-    Args:
-        name: of the value, for errors.
-
-    Raises:
-        TypeError: it holds what couldn't be loaded again.
+    Raises TypeError, with `name`, for anything that couldn't be loaded again.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -51,12 +45,7 @@ def plain(name: str, value: Any) -> Any:
 
 
 def plain_extra(extra: Any) -> dict[str, Any]:
-    """Returns the `extra` of `save_checkpoint` as it is saved.
-
-    Raises:
-        TypeError: it is no dictionary by name, or holds something that is neither a tensor, nor numbers, strings, None and
-            tuples of them.
-    """
+    """Converts `save_checkpoint`'s `extra`; raises TypeError unless it maps names to tensors, scalars, strings or tuples."""
     if extra is not None and not isinstance(extra, Mapping):
         raise TypeError(f"extra must be a dictionary, got {type(extra).__name__}")
     found = {}
@@ -71,7 +60,7 @@ def plain_extra(extra: Any) -> dict[str, Any]:
 
 
 def described_extra(extra: Mapping[str, Any]) -> dict[str, str]:
-    """Describes each value of an `extra`, which is saved once for all ranks: they must have it alike."""
+    """Describes each value of `extra`, for the check that it is equal on all ranks."""
     return {f"extra[{name!r}]": _described(value) for name, value in extra.items()}
 
 
@@ -90,7 +79,7 @@ def _described(value: Any) -> str:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Maps the further names of each parameter to its first one, which optimizers know."""
+    """Maps a tied parameter's other names to its first, the one that optimizers use."""
     first: dict[int, str] = {}
     tied = {}
     for name, param in model_names.parameters(model).items():
@@ -102,16 +91,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def read_plain(files: Files, index: Metadata, parts: tuple[str, ...]) -> dict[str, Any]:
-    """Reads all values of a checkpoint that are no tensors, by DCP's names.
-
-    Args:
-        files: the checkpoint's.
-        index: its index.
-        parts: what names must begin with.
-
-    Raises:
-        BadCheckpoint: one can't be read, or is none of the plain values that `weights_only` allows.
-    """
+    """Reads the non-tensor values whose DCP name starts with one of `parts`; raises BadCheckpoint if one isn't plain."""
     found = {}
     for name, what in index.state_dict_metadata.items():
         if isinstance(what, TensorStorageMetadata) or not name.startswith(parts):

@@ -1,7 +1,6 @@
-"""Exchanges between ranks around a checkpoint: what one rank finds out, all are told.
+"""Exchanges results and errors between ranks, so that all ranks of a checkpoint succeed or fail together.
 
-What is no `Exception`, as Ctrl-C and SystemExit are, is raised as it is on the rank where it happened; the others get an error
-that names it.
+A BaseException such as Ctrl-C or SystemExit is raised unchanged on its own rank; the others get an error that names it.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from ..torch_internals import unregistered_gloo
 
 
 def rank_and_world(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Returns this rank's number in a group and the group's size; (0, 1) where torch.distributed isn't initialized."""
+    """Returns this rank's index in the group and the group's size; (0, 1) if torch.distributed isn't initialized."""
     return (dist.get_rank(group), dist.get_world_size(group)) if _distributed() else (0, 1)
 
 
 def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Returns every rank's value."""
+    """Returns every rank's value, on every rank."""
     if not _distributed():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -40,7 +39,7 @@ def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def on_first_rank(action: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
-    """Runs an action on the group's first rank: every rank returns its result, or raises its error."""
+    """Runs an action on the group's first rank; every rank returns its result or raises its error."""
     first = rank_and_world(group)[0] == 0
     outcome, error = _tried(action) if first else (None, None)
     ((outcome, sent), *_) = gather((outcome, _sendable(error)), group)
@@ -49,14 +48,14 @@ def on_first_rank(action: Callable[[], Any], group: dist.ProcessGroup | None) ->
 
 
 def on_every_rank(action: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
-    """Runs an action on every rank: each returns its own result, or all raise the first rank's error."""
+    """Runs an action on every rank; each returns its own result, or all raise."""
     own, error = _tried(action)
     raise_first(gather(_sendable(error), group), error)
     return own
 
 
 def raise_first(errors: list[Exception | None], own: BaseException | None) -> None:
-    """Raises this rank's own error, or that of the first rank that has one."""
+    """Raises this rank's own error, or else the first of the other ranks'."""
     if own is not None:
         raise own
     for rank, error in enumerate(errors):
@@ -75,16 +74,10 @@ def _tried(action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 def check_alike(
     function: str, action: Callable[[], tuple[Any, Mapping[str, Any], Mapping[str, str]]], group: dist.ProcessGroup | None
 ) -> Any:
-    """Runs an action on every rank, and raises on all of them where one does, or where their arguments differ.
+    """Runs an action on every rank and raises on all if one fails or their arguments differ.
 
-    Args:
-        function: the one that the user called.
-        action: gives what is returned; settings that must be equal, plain values by name; and what is held, by name. Ranks need
-            not hold the same names, such as those of a pipeline's stages, but under one name the same.
-        group: the ranks.
-
-    Raises:
-        ValueError: the name, and two ranks' values; the same on every rank.
+    The action returns (result, settings, descriptions). Settings must be equal everywhere; descriptions only where ranks hold
+    the same name, as pipeline stages hold different ones. A ValueError gives the name and both ranks' values.
     """
     outcome, error = _tried(action)
     result, settings, described = outcome or (None, {}, {})
@@ -109,7 +102,7 @@ def _refuse_differences(everyones: list[dict[str, Any]]) -> None:
 
 
 def _sendable(error: BaseException | None) -> Exception | None:
-    """Returns the error, or one that says the same where it can't be sent to other ranks, or would end them."""
+    """Returns a picklable Exception with the same text."""
     try:
         sent = pickle.loads(pickle.dumps(error))
     except Exception:
@@ -118,24 +111,20 @@ def _sendable(error: BaseException | None) -> Exception | None:
 
 
 def told(error: BaseException | None) -> str:
-    """Returns an error's kind and text."""
+    """Returns an error's type and text."""
     text = str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 class Exchange:
-    """The ranks of one of torch's process groups, or this process alone, who send values to the first and get others back.
-
-    Attributes:
-        rank, world: this rank's number, and how many there are.
-    """
+    """Gathers values on the first rank of a process group and scatters others back; one rank without torch.distributed."""
 
     def __init__(self, group: dist.ProcessGroup | None):
         self._group = group
         self.rank, self.world = rank_and_world(group)
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns every rank's value on the first rank, and nothing elsewhere."""
+        """Returns every rank's value on the first rank, [] elsewhere."""
         if not _distributed():
             return [value]
         values: list[Any] | None = [None] * self.world if self.rank == 0 else None
@@ -143,7 +132,7 @@ class Exchange:
         return values or []
 
     def scatter(self, values: list[Any]) -> Any:
-        """Returns this rank's of the values that the first rank gives."""
+        """Returns this rank's entry of the first rank's `values`."""
         if not _distributed():
             return values[0]
         own: list[Any] = [None]
@@ -159,11 +148,9 @@ class Exchange:
         each: Callable[[], Any],
         first: Callable[[list[Any]], list[Any]] | None = None,
     ) -> Any:
-        """Runs `each` on every rank, then `first` on the first one with all results; returns what it gives this rank.
+        """Runs `each` on every rank, then `first` on the first rank with all results; returns this rank's entry of its result.
 
-        Raises:
-            Exception: `error` of what failed, and where, on every rank.
-            BaseException: what this rank raised, where it is no Exception.
+        If anything fails, every rank raises `error` of all failures' text; a BaseException is raised unchanged on its own rank.
         """
         result, own = _tried(each)
         everyones = self.gather(result if own is None else _Failure(told(own)))
@@ -186,20 +173,20 @@ class Exchange:
 
 
 class _Failure:
-    """What stands for a result where there is none."""
+    """Stands for a result that could not be computed."""
 
     def __init__(self, text: str):
         self.text = text
 
 
 class _Apart(Exchange):
-    """Ranks over a gloo group that torch doesn't know, and `destroy_process_group` therefore leaves alone."""
+    """An exchange over a gloo group that torch doesn't register, so `destroy_process_group` leaves it alone."""
 
     def __init__(self, group: dist.ProcessGroup | None):
         super().__init__(group)
         token = on_first_rank(lambda: secrets.token_hex(8), group)
         self._gloo = unregistered_gloo(f"blockfp-{token}", self.rank, self.world)
-        self._group = None  # which `_apart` doesn't keep alive
+        self._group = None  # `_apart` must not keep it alive
 
     def gather(self, value: Any) -> list[Any]:
         if self.rank:
@@ -232,7 +219,7 @@ _apart: WeakKeyDictionary[Any, Exchange] = WeakKeyDictionary()
 
 
 def apart(group: dist.ProcessGroup | None) -> Exchange:
-    """Returns an exchange of its own for a group's ranks, for a thread beside the training: one for each group of torch's."""
+    """Returns the group's separate exchange, for use by a thread during training; one per process group."""
     if not _distributed():
         return Exchange(None)
     key = dist.group.WORLD if group is None else group
@@ -249,18 +236,12 @@ def _distributed() -> bool:
 
 
 Key = tuple[str, str]
-"""Name of a parameter, and of its part."""
+"""(parameter name, part name)."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A tensor of which each rank of a group has as many rows.
-
-    Attributes:
-        read: returns this rank's rows.
-        shape: of the whole.
-        ranks, group: how many ranks the group has, and its name.
-    """
+    """This rank's rows (`read`) of a tensor that `ranks` ranks of `group` hold in equal shares; `shape` is the whole's."""
 
     read: Callable[[], Tensor]
     shape: tuple[int, ...]
@@ -269,13 +250,7 @@ class Rows:
 
 
 def rows_of(param: Tensor, shape: tuple[int, ...], read: Callable[[], Tensor]) -> Rows | None:
-    """Describes a tensor that is cut as a parameter is; None where its whole isn't the ranks' rows as they come.
-
-    Args:
-        param: the parameter, a DTensor or not.
-        shape: of the whole.
-        read: returns this rank's part.
-    """
+    """Describes one part of a parameter as equal row shards; None if it isn't exactly the concatenation of the ranks' rows."""
     dtensor = as_dtensor(param)
     if dtensor is None or from_dtensor(dtensor.placements) != (Shard(0),):
         return None
@@ -286,13 +261,13 @@ def rows_of(param: Tensor, shape: tuple[int, ...], read: Callable[[], Tensor]) -
 
 
 def gather_rows(rows: Mapping[Key, Rows]) -> dict[Key, Tensor]:
-    """Gathers the wholes on every rank, in one collective for each group; all of its ranks ask for the same ones."""
+    """Gathers whole tensors on every rank, with one collective per group; all ranks must pass the same keys."""
     groups: dict[str, list[Key]] = {}
     for key, one in rows.items():
         groups.setdefault(one.group, []).append(key)
     found: dict[Key, Tensor] = {}
     for group, keys in groups.items():
-        # Bytes, so that one collective takes all dtypes.
+        # As bytes, so that one collective takes all dtypes.
         own = [rows[key].read().contiguous() for key in keys]
         sent = [one.reshape(-1).view(torch.uint8) for one in own]
         received = collectives.all_gather_into_tensor_coalesced(sent, rows[keys[0]].ranks, group)

@@ -1,8 +1,7 @@
-"""`stream_weights`: a model's weights on their way to a server, gathered as codes, in the layout that the server loads.
+"""`stream_weights`: gathers a model's weights as codes, in the layout that an inference server loads.
 
-Names, shapes and buckets follow from the model alone (`files.layouts`), so every rank knows them beforehand and goes through
-the same collectives in the same order. Each part of a weight is gathered once, when its bucket's turn comes, and where rows are
-cut evenly all of a bucket's in one collective.
+Names, shapes and buckets follow from the model alone (`files.layouts`), so all ranks issue the same collectives in the same
+order. Each part is gathered once, with its bucket; evenly sharded rows of a bucket share one collective.
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ from .ranks import Key, Rows, gather_rows, rows_of
 from .training_state import full_tensor
 
 _HASHING = 8
-"""Threads that make digests. One makes 1 to 2 GB/s."""
+"""Hashing threads. One hashes 1 to 2 GB/s."""
 
 
 @dataclass(frozen=True)
 class WeightBucket:
-    """Some of a model's tensors, whole, as a server loads them; iterating over it gives (name, tensor).
+    """Some of a model's tensors, whole, as a server loads them. Iterates over (name, tensor).
 
     Attributes:
-        tensors: by name, on the model's device; nothing on ranks that don't keep them.
-        sha256: of each tensor's bytes, row-major, in hexadecimal.
-        nbytes: of all of them together, on every rank.
+        tensors: by name, on the model's device; empty on ranks that don't keep them.
+        sha256: hexadecimal digest of each tensor's row-major bytes.
+        nbytes: bytes of all tensors together, the same on every rank.
     """
 
     tensors: dict[str, Tensor]
@@ -65,12 +64,12 @@ class WeightBucket:
 
 
 class WeightStream(Iterator[WeightBucket]):
-    """The buckets of `stream_weights`, which are gathered one after another.
+    """Iterator over the buckets of `stream_weights`, gathered one at a time.
 
     Attributes:
-        shapes: (dtype, shape) of every tensor to come, by name, in their order; the same on every rank.
-        configs: what belongs into JSON files of the server's model, by their names ("quantization_config" in config.json).
-        tied: further names of tensors that come under their first one.
+        shapes: (dtype, shape) of every tensor by name, in order; the same on every rank.
+        configs: entries for the server's JSON files, by file name ("quantization_config" in config.json).
+        tied: other names of tied tensors, mapped to the name under which they come.
     """
 
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -99,22 +98,22 @@ def stream_weights(
     keep_on: Collection[int] | None = (0,),
     sha256: bool = True,
 ) -> WeightStream:
-    """Gathers a model's weights bucket by bucket, in the layout of a server's files, with the trainer's very codes and scales.
+    """Gathers a model's weights bucket by bucket in a server's layout, with the trainer's exact codes and scales.
 
-    All ranks call it with the same arguments, take every bucket, and change no weight until the last. Weights that nothing cuts
-    are not copied: a bucket holds the memory of the model then.
+    All ranks must pass the same arguments, take every bucket, and change no weight before the last one. Unsharded weights are
+    not copied: their buckets share the model's memory.
 
     Args:
-        model: any module: sharded by FSDP2, tensor and expert parallelism, or whole. Names are those of its unsharded state
-            dict; weights in high precision go as they are.
+        model: any module, whole or sharded (FSDP2, tensor or expert parallel). Names are those of its unsharded state dict;
+            weights in high precision are sent in high precision.
         layout: "compressed-tensors", "fine-grained-fp8" (DeepSeek's), "modelopt" or "mxfp4", as in `blockfp convert`.
-        bucket_bytes: the most that a bucket holds; more only where one weight, with its scales, does.
-        keep_on: the ranks whose buckets have the tensors; None for all.
-        sha256: whether buckets have the digests, for which GPUs' tensors are copied to the host.
+        bucket_bytes: largest bucket in bytes; exceeded only by a single weight with its scales.
+        keep_on: ranks whose buckets hold the tensors; None for all.
+        sha256: whether to compute digests, which copies GPU tensors to the host.
 
     Raises:
-        TypeError, ValueError: an argument that isn't what it should be, or differs among ranks; a weight that the layout can't
-            hold as it is, for its format, shape, name or scales, which the message says. Then nothing is sent.
+        TypeError, ValueError: an argument is invalid or differs among ranks, or the layout can't hold a weight's format, shape,
+            name or scales. Nothing is sent then.
 
     Example:
         >>> for bucket in bfp.stream_weights(model, layout="compressed-tensors"):
@@ -132,9 +131,10 @@ def stream_apart(
     keep_on: Collection[int] | None = (0,),
     sha256: bool = True,
 ) -> WeightStream:
-    """Does what `stream_weights` says, with each tensor taken apart into the server's; those of one share a bucket.
+    """Like `stream_weights`, with each tensor split by `apart` into the server's tensors, which share a bucket.
 
-    Experts that a model has as [experts, in, out] are [experts, out, in] then, as servers read them; None refuses these.
+    Experts stored as [experts, in, out] are transposed to the servers' [experts, out, in]; with apart=None they raise
+    ValueError.
     """
 
     def checked() -> tuple[tuple[_Found, Layout], dict[str, Any], dict[str, str]]:
@@ -158,16 +158,16 @@ def stream_apart(
 
 @dataclass(frozen=True)
 class _Found:
-    """A model's tensors by name: quantized weights and others, which gather what they read.
+    """A model's tensors and how to read them.
 
     Attributes:
-        names: of all in the model, in the order of the state dict, with those that a server has for what each becomes.
-        weights, others: by the server's name.
-        local: the quantized weights by the model's name, which read this rank's part.
-        tied: further names, with the first.
-        rows: by the model's name, and by the part's, of tensors that are gathered a bucket at a time.
-        gathered: those of the bucket at hand; what is read is taken out.
-        device: of what is no tensor of torch's yet.
+        names: the server's names for each tensor of the model, in state dict order.
+        weights, others: quantized weights and plain tensors by the server's name.
+        local: quantized weights by the model's name; they read this rank's shard.
+        tied: other names of tied tensors, with the first.
+        rows: tensors gathered a bucket at a time, by the model's name and part.
+        gathered: gathered tensors of the current bucket, removed when read.
+        device: device for tensors that are NumPy arrays so far.
     """
 
     names: dict[str, list[str]]
@@ -222,7 +222,7 @@ def _found(model: nn.Module, apart: Apart | None) -> _Found:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the parameters and saved buffers by clean name, without those of recipes, in the order of a state dict."""
+    """Yields parameters and persistent buffers by clean name in state dict order, without recipe buffers."""
     clean = model_names.cleaner(model)
     left_out: set[str] = set()
     for path, module in model.named_modules(remove_duplicate=False):
@@ -236,7 +236,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _weight(name: str, param: Tensor, local: QuantizedTensor, found: _Found | None) -> Weight:
-    """A quantized parameter, whose parts are gathered when they are read, or are this rank's where nothing else is `found`."""
+    """Describes a quantized parameter. Reading a part gathers it; if `found` is None, it reads this rank's shard."""
     stored = {SUFFIXES[part.name]: part for part in stored_parts(param)}
     dtype = dtype_of(dtype_name(local))
     _, *entries = quantized_entries(name, tuple(param.shape), dtype, local.format)
@@ -265,11 +265,11 @@ def _weight(name: str, param: Tensor, local: QuantizedTensor, found: _Found | No
 
 
 def _whole(param: Tensor, local: QuantizedTensor, part: Part) -> Tensor:
-    """The whole of a part; collective where the parameter is cut."""
+    """Returns a part's whole tensor; collective if the parameter is sharded."""
     own = getattr(local, part.name).detach()
     if sharding.mesh_of(param) is None or part.unit is None:
         return own
-    # Sums and maxima over ranks, which find parts that lie in no DTensor's way, send more than what is there.
+    # `gathered` handles parts that no DTensor can describe by a reduction over ranks, which sends more bytes.
     return full_tensor(placed(param, own, part.shape)) if part.sharded else gathered(param, local, part)
 
 
@@ -294,7 +294,7 @@ def _plain(name: str, tensor: Tensor, local: Tensor, found: _Found) -> Entry:
 
 
 def _check(found: _Found, known: Layout) -> None:
-    """Raises ValueError where the layout can't hold a weight as it is; looks at this rank's scales."""
+    """Raises ValueError if the layout can't hold a weight; checks this rank's scales only."""
     if no_release := not_released(found.names):
         raise ValueError(" ".join(no_release))
     for name, weight in found.weights.items():
@@ -329,28 +329,28 @@ def _gather(
                 if isinstance(value, np.ndarray | np.generic):
                     value = torch.from_numpy(np.asarray(value).reshape(entry.shape)).to(found.device)
                 tensors[entry.name] = value.contiguous()
-        # Not every layout has every part.
+        # A layout may skip some parts; free them.
         found.gathered.clear()
         yield WeightBucket(tensors, digests.of(tensors) if digests else {}, sum(entry.nbytes for entry in entries))
 
 
 class _Digests:
-    """SHA-256 of buckets, one after another; tensors of a GPU are copied to memory that the next bucket's take again.
+    """SHA-256 of each bucket's tensors. One host buffer is reused for copies of GPU tensors.
 
-    Memory that is new to the process is mapped page by page, which takes longer than copying and hashing together.
+    Fresh memory is mapped page by page, which takes longer than copying and hashing together.
     """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-        """Returns the digest of each tensor's bytes, row-major, in hexadecimal."""
+        """Returns the hexadecimal digest of each tensor's row-major bytes."""
         flat = {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in tensors.items()}
         sizes = [0 if each.is_cpu else each.numel() for each in flat.values()]
         if sum(sizes) > self._memory.numel():
             self._memory = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
         places = self._memory[: sum(sizes)].split(sizes)
-        # Hashing goes on without the interpreter; copies are this thread's, which knows the stream that tensors are made on.
+        # hashlib releases the GIL. Copies stay on this thread, whose current stream produced the tensors.
         with ThreadPoolExecutor(max_workers=_HASHING) as pool:
             sums = [
                 pool.submit(hashlib.sha256, (each if each.is_cpu else place.copy_(each)).numpy().data)

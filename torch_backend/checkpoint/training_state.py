@@ -1,4 +1,4 @@
-"""An optimizer's state as torch's state dicts show it, and how it is undone afterwards."""
+"""Builds an optimizer's state dict through torch's API, and undoes what that changes in the optimizer."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from ..quantized_tensor.tensor import QuantizedTensor
 
 
 def restorer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Returns a function that removes state made since, and gives back the values that masters were made of.
+    """Returns a function that removes optimizer state created from now on and restores the weights' original values.
 
-    A new master that stayed would be of the weights as they are now: the next step would undo a later load. One that was made
-    anew of values loaded before stays, as the next step would make it again.
+    A leftover new master would hold the current weights, and the next step would undo a later load.
     """
     state = optimizer.state
     had = {param: set(entries) for param, entries in state.items()}
@@ -50,17 +49,10 @@ def restorer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, whole: bool) -> dict[str, Any]:
-    """Returns an optimizer's state dict, by names of parameters; blockfp's gives each the state that it would begin with.
+    """Returns the optimizer's state dict by parameter names, with blockfp's initial states where a parameter has none.
 
-    Call `restorer` first: it undoes this. The gradients stay as they are.
-
-    Args:
-        model: whose parameters it has.
-        optimizer: any.
-        whole: of torch's too every parameter gets a state, though what they have is lost: memory to read another into.
-
-    Raises:
-        ValueError: the optimizer has a parameter that the model doesn't.
+    Call `restorer` first to undo this; gradients are unchanged. With `whole`, torch's optimizers get a state for every
+    parameter as memory to load into, which discards existing values. Raises ValueError for a parameter that isn't the model's.
     """
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -80,17 +72,18 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, whole
     with _gradients_aside(optimizer):
         state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
     if new and not (ours or whole):
-        # torch makes a state by a step with gradients of zero, after which many an optimizer isn't what it would begin with.
+        # torch creates state by a step with zero gradients, which leaves many optimizers in another state than their initial
+        # one.
         state[STATE] = {}
     for group in state[GROUPS]:
-        # Groups may share the tensor of a learning rate, and in the checkpoint have several.
+        # Groups may share one learning rate tensor; the checkpoint may hold several values.
         group |= {name: value.clone() for name, value in group.items() if isinstance(value, Tensor)}
     return state
 
 
 @contextmanager
 def _gradients_aside(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Takes the gradients away: torch makes an optimizer's first state only where there are none."""
+    """Removes gradients while torch initializes a missing state, which needs that; restores them and the learning rates."""
     params = list(_params(optimizer))
     gradients = [param.grad for param in params]
     rates = [group.get("lr") for group in optimizer.param_groups]
@@ -117,7 +110,7 @@ def _params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Replaced:
-    """A DTensor of a state, and the dictionary or list in which a whole stands for it."""
+    """A DTensor and the container entry in which a whole tensor replaces it."""
 
     holder: Any
     key: Any
@@ -125,7 +118,7 @@ class Replaced:
 
 
 def replicate_uneven(state: Any) -> list[Replaced]:
-    """Replaces such DTensors by replicated wholes, in nested dictionaries and lists; collective."""
+    """Replaces unevenly sharded DTensors by replicated wholes, in nested dictionaries and lists; collective."""
     replaced = []
     for holder, key, value in list(leaves(state)):
         if sharding.mesh_of(value) is not None and not offsets_agree(LocalParameter(value).lies):
@@ -135,7 +128,7 @@ def replicate_uneven(state: Any) -> list[Replaced]:
 
 
 def full_tensor(value: Tensor) -> Tensor:
-    """The whole of a DTensor of values, on every rank; collective. A plain tensor as it is."""
+    """Returns a DTensor's whole tensor on every rank; collective. Returns a plain tensor unchanged."""
     if sharding.mesh_of(value) is None:
         return value
     holder = [value]
@@ -144,7 +137,7 @@ def full_tensor(value: Tensor) -> Tensor:
 
 
 def restore_uneven(replaced: list[Replaced]) -> None:
-    """Copies this rank's part of each whole into the DTensor that it stands for, which takes its place again."""
+    """Copies this rank's shard of each whole back into its DTensor and puts the DTensor back."""
     for one in replaced:
         local, whole = sharding.local_of(one.value), sharding.local_of(one.holder[one.key])
         local.copy_(sharding.own_part(whole, one.value))
@@ -152,7 +145,7 @@ def restore_uneven(replaced: list[Replaced]) -> None:
 
 
 def leaves(state: Any) -> Iterator[tuple[Any, Any, Tensor]]:
-    """Yields (dictionary or list, key, tensor) of each tensor."""
+    """Yields (container, key, tensor) for each tensor."""
     for key, value in state.items() if isinstance(state, dict) else enumerate(state):
         if isinstance(value, Tensor):
             yield state, key, value
@@ -164,5 +157,5 @@ def _gathered(values: Tensor) -> Tensor:
     local, lies = sharding.local_of(values), LocalParameter(values).lies
     whole = torch.zeros(tuple(values.shape), dtype=local.dtype, device=local.device)
     sharding.own_part(whole, values).copy_(local)
-    # The parts are apart, so the others' bytes are zero here, and sums of bytes know no rounding.
+    # Shards don't overlap and other ranks' bytes are zero here, so summing bytes is exact.
     return reduced(values, lies, whole.view(torch.uint8), "sum").view(local.dtype)

@@ -73,29 +73,28 @@ class Layer(ABC):
 
 @dataclass(frozen=True)
 class Call:
-    """The constants of a call, known before any value; equal calls compile to one graph.
+    """Constants of a call, independent of values; equal calls compile to one graph.
 
     Attributes:
         recipe: from `recipes.for_linear`.
-        stored: format of the weight, or None for values.
-        grouped: whether there is a weight for each of several groups.
-        needs: whether x, weight and bias want gradients.
+        stored: the weight's format, or None for values.
+        grouped: whether there are several groups with a weight each.
+        needs: whether x, weight and bias need gradients.
         training: whether amaxes are recorded.
-        rank: folded into the key of the gradients; None for a key that was given for this call.
+        rank: folded into the gradients' key; None if a key was passed to this call.
         parallel: how a tensor-parallel group shares the call, or None.
-        quantizes_weight: how many parts a weight has that is quantized at use; 0 for others.
-        direct: whether the weight is codes, or values of a plain tensor, x has memory, and nothing traces: the weight is taken
-            apart before the op.
+        quantizes_weight: number of parts of a weight that is quantized at use; else 0.
+        direct: the weight can be unpacked before the op: it is codes or a plain tensor, x has memory, and nothing traces.
         traced: whether a compiler traces the call.
-        aligns: whether the input comes aligned (`products.comes_aligned`), rowwise and columnwise, if whoever multiplies it and
-            the weight's origin allow it.
-        takes_axes: whether x may have any number of axes for the layer's autograd function: that of one rank, of a direct call
-            without groups. Each view outside of it would be a node of the graph.
-        dtype: to which x and the parameters are cast by autocast; None outside of it.
-        has_scales: whether delayed scaling's scales are known to be above 0.
+        aligns: whether the input is aligned (`products.comes_aligned`), rowwise and columnwise, if its multiplier and the
+            weight's origin allow it.
+        takes_axes: the autograd function accepts x with any number of axes: a direct call on one rank without groups. Each view
+            outside of it would be a node of the graph.
+        dtype: autocast's dtype for x and the parameters, or None.
+        has_scales: whether delayed scales are known to be above 0.
         layer: how operands are cast and multiplied.
-        prologue: the activation in front of the layer, or None.
-        eps: the recipe's, out of its text: a number that an object holds compilers may leave open (`dynamic=True`).
+        prologue: the activation before the layer, or None.
+        eps: the recipe's. Separate, since with `dynamic=True` compilers may treat an object's number as symbolic.
     """
 
     recipe: Recipe
@@ -118,20 +117,20 @@ class Call:
 
 
 def groups_of(x: Tensor, counts: Sequence[int] | None) -> list[tuple[int | None, Tensor]]:
-    """(index, rows) of each group; one group without index where there are no counts."""
+    """Returns (index, rows) of each group; without counts, a single group with index None."""
     return [(None, x)] if counts is None else list(enumerate(x.split(list(counts))))
 
 
 def ends_of(counts: Sequence[int] | None, x: Tensor) -> Tensor:
-    """The groups' ends from how many rows each has, int32 beside x."""
+    """Returns the groups' cumulative ends from their row counts, int32 on x's device."""
     return torch.tensor(list(accumulate(counts or ())), dtype=torch.int32, device=x.device)
 
 
 def keys_of_gradient(ctx: Any, gradient: Tensor, *, now: bool = False, single: bool = False) -> Tensor:
-    """Returns the keys of a forward's backward, int32 [groups or 1, 2, 2]; the first time it moves the step on.
+    """Returns the keys of a forward's backward, int32 [groups or 1, 2, 2]; the first call advances the step.
 
-    Pipelines without bubbles run a backward twice, for inputs and for weights, and so does `retain_graph`: of one forward all
-    draw the same bits. `now` and `single` are as for `gradient_keys`.
+    A backward may run several times (`retain_graph`, zero-bubble pipelines, for inputs and for weights); all runs draw the same
+    bits. `now` and `single` are as for `gradient_keys`.
     """
     call: Call = ctx.call
     drawn: tuple[Tensor, bool] | None = getattr(ctx, "drawn", None)
@@ -155,7 +154,7 @@ def keys_of_gradient(ctx: Any, gradient: Tensor, *, now: bool = False, single: b
 
 
 def bias_gradient(gradient: Tensor, counts: Sequence[int] | None, dtype: torch.dtype) -> Tensor:
-    """The gradient of a bias [out], or [groups, out] with counts, from the gradient of the outputs [tokens, out]."""
+    """Returns the gradient of a bias [out], or [groups, out] with counts, from the outputs' gradient [tokens, out]."""
     if counts is None:
         return gradient.sum(0).to(dtype)
     if not counts:

@@ -1,8 +1,8 @@
-"""Delayed scaling: casts use the scale of earlier steps and record amaxes, which become new scales after each optimizer step.
+"""Delayed scaling: casts use the scales of earlier steps and record amaxes, which give new scales after each optimizer step.
 
-A hook behind the step of every torch optimizer updates the scales of the layers that the step concerns
-(`scale_watch.concerned_by`). Weights that were written by no such step, by hand say, are noticed by the layer's next forward.
-An operand that recorded nothing since its last update is left alone, so that an update may come too often, but not too late.
+A post-hook of every torch optimizer's step updates the layers that the step concerns (`scale_watch.concerned_by`). If weights
+are written without such a step, by hand for example, the layer's next forward notices. An operand that recorded nothing since
+its last update doesn't change, so extra updates are harmless.
 """
 
 from __future__ import annotations
@@ -42,10 +42,8 @@ from .scale_watch import delayed_layers
 def record(history: Tensor, amax: Tensor, *, now: bool = False) -> None:
     """Sets history[0] to max(history[0], amax) in place, with a non-finite amax as 0 (`definition.scaling.record`).
 
-    Args:
-        history: float32 [length], newest first.
-        amax: int32 [1], fp32 bits.
-        now: whether nothing traces, and no mode watches operations: on a GPU it is one launch then.
+    history is float32 [length], newest first; amax is int32 [1], fp32 bits. `now` means that nothing traces or watches
+    operations, so a GPU needs one launch.
     """
     if now and history.is_cuda and kernels_for(history) is cuda:
         cuda.library().record_amax(amax, history)
@@ -65,16 +63,10 @@ def multiplier(
     offs: Tensor | None = None,
     group: str | None = None,
 ) -> Tensor | None:
-    """Returns what an operand is multiplied with, float32 (): its scale, or that of its current amax where there is none yet.
+    """Returns an operand's multiplier, float32 (): its delayed scale, or the scale of its current amax if there is none yet.
 
-    Args:
-        x: the operand, [tokens, features].
-        scale: of delayed scaling, or None.
-        call: of the layer.
-        operand: which one x is.
-        counts, offs: how many rows each of x's groups has, or where each ends. All share the scale; a group whose amax isn't
-            finite counts as 0, as it is recorded.
-        group: of the ranks that share the amax; each rank of it calls this alike.
+    x is [tokens, features]; `counts` or `offs` give its groups' row counts or ends. All groups share the scale, and a group
+    with a non-finite amax counts as 0, as in the history. Ranks of `group` share the amax, so each must make the same call.
     """
     recipe = call.recipe
     format = recipe.cast(operand).format or recipe.cast(operand, "columnwise").format
@@ -88,7 +80,7 @@ def multiplier(
         amax = tensor_amax(x)
     else:
         group_of_row = torch.bucketize(torch.arange(x.shape[0], dtype=torch.int32, device=x.device), offs, right=True)
-        # Rows past the last end are in a group of their own, which doesn't count.
+        # Rows after the last end form a group of their own that doesn't count.
         none = x.new_zeros(offs.shape[0] + 1, dtype=torch.int32)
         amaxes = none.scatter_reduce(0, group_of_row, tensor_amax(x, by_row=True), "amax")
         amax = torch.where(amaxes >= INFINITY, none, amaxes)
@@ -98,15 +90,15 @@ def multiplier(
 
 
 def update_scales(model: nn.Module) -> None:
-    """Updates the scales by hand: amaxes that were recorded since the last time become the scales of the next casts.
+    """Updates the scales by hand: amaxes recorded since the last update become the scales of the next casts.
 
-    Steps of torch's optimizers do it by themselves, and so does the forward behind a step that was written by hand. Call it,
-    on every rank alike, where neither sees the step: in a compiled model that is trained by hand. Layers that recorded nothing
-    since their last update, or have no delayed scaling, are left alone. The newest amaxes of all layers are max-reduced
-    together, one collective for each axis of the mesh over which a layer's weight lies (FSDP2), or over the ranks of DDP.
+    Steps of torch's optimizers do this automatically, and so does the forward after a hand-written step. Call it, on every rank
+    alike, only if neither sees the step: in a compiled model trained by hand. Layers without delayed scaling, or that recorded
+    nothing since their last update, don't change. Ranks max-reduce the newest amaxes of all layers in one collective per axis
+    of the weights' mesh (FSDP2), or over DDP's ranks.
 
     Raises:
-        ValueError: the model is wrapped by DDP that broadcasts buffers, which would overwrite the amaxes of all ranks but one.
+        ValueError: the model is wrapped by DDP that broadcasts buffers, which would overwrite other ranks' amaxes.
     """
     layers = delayed_layers(model)
     replicas = model if isinstance(model, DistributedDataParallel) else None
@@ -117,18 +109,18 @@ def update_scales(model: nn.Module) -> None:
 def update_scales_after(optimizer: Optimizer, model: nn.Module) -> RemovableHandle:
     """Makes an optimizer update the scales of all layers of a model after each of its steps.
 
-    Every torch optimizer does it for the layers whose weights it holds and for frozen ones; this adds layers that no optimizer
-    holds though their weights ask for gradients. A step that a gradient scaler skips is none.
+    Every torch optimizer updates the layers whose weights it holds, and frozen ones; this adds layers that require gradients
+    but belong to no optimizer. A step skipped by a gradient scaler doesn't count.
 
     Args:
         optimizer: any `torch.optim.Optimizer`.
-        model: the model, as its forward is called: wrapped by DDP, sharded, compiled.
+        model: the model whose forward is called: wrapped by DDP, sharded, compiled.
 
     Returns:
-        A handle, whose `remove()` undoes it.
+        A handle; its `remove()` undoes this.
 
     Raises:
-        TypeError: optimizer or model is something else.
+        TypeError: optimizer or model has the wrong type.
         ValueError: no layer of the model has delayed scaling; or, at a step, DDP broadcasts buffers.
 
     Example:
@@ -148,11 +140,7 @@ def update_scales_after(optimizer: Optimizer, model: nn.Module) -> RemovableHand
 
 
 def check_buffers(layers: Sequence[RecipeLayer], replicas: DistributedDataParallel | None = None) -> None:
-    """Refuses DDP that would overwrite amaxes.
-
-    Raises:
-        ValueError: it broadcasts buffers.
-    """
+    """Raises ValueError if DDP broadcasts buffers, which would overwrite amaxes."""
     found = [replicas] if replicas is not None and layers else scale_watch.replicas_of(layers)
     if any(ddp is not None and ddp.broadcast_buffers for ddp in found):
         raise ValueError(
@@ -161,10 +149,10 @@ def check_buffers(layers: Sequence[RecipeLayer], replicas: DistributedDataParall
         )
 
 
-# ---- behind the steps of optimizers
+# ---- hooks of optimizer steps
 
 _turn = threading.local()
-"""Has `outermost`, a weak reference to the optimizer whose step a thread is in."""
+"""`outermost` is a weak reference to the optimizer whose step this thread is in."""
 
 
 def _outermost() -> Optimizer | None:
@@ -186,7 +174,7 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _follow(optimizer: Optimizer) -> None:
-    """Updates the layers that a step concerns; of optimizers in each other (ZeroRedundancyOptimizer) the outermost counts."""
+    """Updates the layers that a step concerns; of nested optimizers (ZeroRedundancyOptimizer) only the outermost counts."""
     outer = _outermost()
     if outer is optimizer:
         _turn.outermost = lambda: None
@@ -214,11 +202,9 @@ register_optimizer_step_post_hook(_after_step)
 
 @torch.no_grad()
 def update_layers(layers: Sequence[RecipeLayer], replicas: DistributedDataParallel | None = None) -> None:
-    """Updates the scales of these layers, in an order that is the same on every rank.
+    """Updates the scales of layers with delayed scaling, in the same order on every rank.
 
-    Args:
-        layers: with delayed scaling.
-        replicas: the DDP model that they are of; by default the one that is found.
+    `replicas` is the layers' DDP model; by default each layer's is looked up.
     """
     found = scale_watch.replicas_of(layers) if replicas is None else [replicas] * len(layers)
     for (groups, _), some in _together(layers, found).items():
@@ -229,7 +215,7 @@ def update_layers(layers: Sequence[RecipeLayer], replicas: DistributedDataParall
 
 
 def _look_for_scales(layers: Sequence[RecipeLayer]) -> None:
-    """Tells layers that they have scales. No GPU is waited for: read is what was copied from there in the update before."""
+    """Tells layers that they have scales, without waiting for a GPU: it reads what the previous update copied to the host."""
     on_gpu = []
     for layer in layers:
         buffers: Any = layer._buffers
@@ -256,11 +242,13 @@ def _look_for_scales(layers: Sequence[RecipeLayer]) -> None:
 
 
 _copied: weakref.WeakKeyDictionary[RecipeLayer, tuple[Tensor, torch.cuda.Event]] = weakref.WeakKeyDictionary()
-"""The least of a layer's scales on its way to the host, and when it is there."""
+"""Each layer's smallest scale, being copied to the host, with the event of its arrival."""
 
 
 class _Scaled(NamedTuple):
-    """An operand that is scaled: the names of its layer's history and scale, its element and options, and both in numbers."""
+    """A scaled operand: buffer names of its history and scale, its element type and options, and both as numbers for the
+    kernel.
+    """
 
     history: str
     scale: str
@@ -270,11 +258,11 @@ class _Scaled(NamedTuple):
 
 
 class _Operands(NamedTuple):
-    """Operands on one device, whose amaxes the same groups of ranks share.
+    """Operands on one device whose amaxes the same process groups share.
 
     Attributes:
-        kinds: of each one.
-        state: of each one its history and its scale, one operand after the other.
+        kinds: one per operand.
+        state: history and scale of each operand in turn.
     """
 
     kinds: list[_Scaled]
@@ -284,11 +272,11 @@ class _Operands(NamedTuple):
 def _together(
     layers: Sequence[RecipeLayer], replicas: Sequence[DistributedDataParallel | None]
 ) -> dict[tuple[tuple[str, ...], torch.device], _Operands]:
-    """Returns all operands by groups and device, in the order of first appearance, which is the same on every rank."""
+    """Returns all operands by groups and device, in order of first appearance, which is the same on every rank."""
     found: dict[tuple[tuple[str, ...], torch.device], _Operands] = {}
     kinds_of: dict[int, list[_Scaled]] = {}
     for layer, groups in zip(layers, _groups_of(layers, replicas), strict=True):
-        # An attribute of a module that is a buffer costs a Python call each.
+        # Attribute access costs a Python call per buffer.
         recipe, buffers = layer.linear_recipe, cast(Any, layer._buffers)
         kinds = kinds_of.get(id(recipe))
         if kinds is None:
@@ -304,7 +292,7 @@ def _together(
 
 
 def _groups_of(layers: Sequence[RecipeLayer], replicas: Sequence[DistributedDataParallel | None]) -> Sequence[tuple[str, ...]]:
-    """Returns for each layer the names of the groups of ranks that share its amaxes."""
+    """Returns, for each layer, the names of the process groups that share its amaxes."""
     if not scale_watch.several_ranks():
         return [()] * len(layers)
     weights = scale_watch.weights_of(layers)
@@ -317,7 +305,7 @@ def _groups_of(layers: Sequence[RecipeLayer], replicas: Sequence[DistributedData
 
 
 def _scaled(recipe: Recipe) -> list[_Scaled]:
-    """Returns what is scaled of a layer."""
+    """Returns the scaled operands of a layer with this recipe."""
     assert recipe.delayed is not None
     found = []
     for operand in ("input", "gradient"):
@@ -330,14 +318,14 @@ def _scaled(recipe: Recipe) -> list[_Scaled]:
 
 
 def _groups_along(mesh: DeviceMesh | None) -> tuple[str, ...]:
-    """Names of the groups along every axis of a weight's mesh that has more than one rank."""
+    """Returns the names of the groups along every mesh axis that has more than one rank."""
     if mesh is None:
         return ()
     return tuple(mesh.get_group(axis).group_name for axis in range(mesh.ndim) if mesh.size(axis) > 1)
 
 
 def _newest(some: _Operands) -> Tensor:
-    """The newest amaxes of operands: int32, fp32 bits, whose order is that of the magnitudes."""
+    """Returns the operands' newest amaxes as fp32 bits, int32, which order like the magnitudes."""
     if _by_kernel(some):
         newest = some.state[0].new_empty(len(some.kinds), dtype=torch.int32)
         if cuda_delayed.newest_amaxes(newest, some.state):
@@ -346,14 +334,14 @@ def _newest(some: _Operands) -> Tensor:
 
 
 def _update(some: _Operands, newest: Tensor | None) -> None:
-    """Takes the step of operands; `newest` stands instead of their histories' first entries, where ranks share these."""
+    """Updates the operands' histories and scales; `newest`, if ranks share it, replaces history[0]."""
     if _by_kernel(some) and cuda_delayed.update_scales([kind.numbers for kind in some.kinds], newest, some.state):
         increment_version(some.state)
         return
     histories, scales = some.state[::2], some.state[1::2]
     if newest is not None:
         foreach_copy_([history[0] for history in histories], list(newest.view(torch.float32).unbind()))
-    # Of one element after the other: what it is made of are runs then, and all elements are one chain of launches.
+    # Sorted by element type, so that per-element constants form runs and all operands share one chain of launches.
     order = sorted(range(len(histories)), key=lambda place: some.kinds[place].element.name)
     by_options: dict[Delayed, list[int]] = {}
     for place in order:
@@ -363,13 +351,13 @@ def _update(some: _Operands, newest: Tensor | None) -> None:
         before = torch.stack([histories[place] for place in places])
         scale = torch.stack([scales[place] for place in places])
         moved, new = scaling.update(before.t(), scale, elements, margin=options.margin, algorithm=options.algorithm)
-        # Rows of one tensor, laid out as the histories: columns would be a launch each.
+        # Contiguous rows in the histories' layout; copying columns would take a launch each.
         foreach_copy_([histories[place] for place in places], list(moved.t().contiguous().unbind()))
         foreach_copy_([scales[place] for place in places], list(new.unbind()))
 
 
 def _by_kernel(some: _Operands) -> bool:
-    """Returns whether the CUDA kernels may take the state as it lies: on their device, and nothing traces or watches."""
+    """Returns whether the CUDA kernels may update the state: plain tensors on a GPU, and nothing traces or watches."""
     on = some.state[0]
     if not on.is_cuda or kernels_for(on) is not cuda or dispatch_modes() or torch.compiler.is_compiling():
         return False

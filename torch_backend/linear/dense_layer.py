@@ -51,7 +51,8 @@ class DenseLayer(Layer):
         format = columnwise.format
         if gating is not None:
             # Another pass for the amax costs more than NVFP4's few codes are worth.
-            ctx.again = needs_weight and not call.traced and not (format is row.format and format.scale.two_level)
+            both_at_once = format is not None and format is row.format and format.scale.two_level
+            ctx.again = needs_weight and not call.traced and not both_at_once
         elif format is not None and not call.traced and ctx.observed is None:
             # Codes would lie beside values that another operation keeps anyway.
             node: Any = x.grad_fn

@@ -1,11 +1,11 @@
-"""`linear` under `torch.func`: grad, vjp, jacrev and vmap, also of each other.
+"""`linear` under `torch.func`: grad, vjp, jacrev and vmap, also nested.
 
-torch's transformations take functions of tensors apart level by level. These functions keep x and the weight, instead of codes,
-make the operands again where they want them, and run the ordinary `linear`, its backward and the backward of that
-(`second_order`), each on plain tensors. Under vmap every example is a tensor of its own, with its own amaxes: they are
-multiplied one after another. A layer's state goes along as arguments, for models that are stacked have theirs stacked too.
+torch's transforms unwrap tensors level by level. These functions save x and the weight instead of codes, recompute operands,
+and run the ordinary `linear`, its backward and double backward (`second_order`) on plain tensors. Under vmap each example is
+quantized separately, with its own amaxes, one after another. A layer's state is passed as arguments, since stacked models have
+stacked state.
 
-None of it goes into a compiled graph, where torch 2.13 makes zeros of an autograd function's gradients under torch.func.
+All of it stays outside of compiled graphs, where torch 2.13 returns zero gradients for autograd functions under torch.func.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ Run = Callable[..., Tensor]
 
 @outside_graphs
 def transformed(x: Tensor, weight: Tensor, bias: Tensor | None, run: Run, state: Sequence[Tensor | None]) -> Tensor:
-    """Calls `run(x, weight, bias, *state)` so that torch.func can differentiate it, map it and differentiate it again.
+    """Calls `run(x, weight, bias, *state)` so that torch.func can differentiate it twice and map it.
 
-    Args:
-        state: tensors that are written in place: a history of amaxes first, where the layer keeps one.
+    `state` tensors are written in place; the first is an amax history, if the layer has one.
     """
     return _Linear.apply(x, weight, bias, run, *state)
 
@@ -34,7 +33,7 @@ def transformed(x: Tensor, weight: Tensor, bias: Tensor | None, run: Run, state:
 class _Mapped(torch.autograd.Function):
     @classmethod
     def each(cls, info: Any, in_dims: Sequence[int | None], args: Sequence[Any]) -> tuple[Any, Any]:
-        """Returns the results for one example after another, stacked, and the axis of the batch in each."""
+        """Runs the examples one after another and returns their stacked results with the batch axes."""
         results = []
         for i in range(info.batch_size):
             own = [arg.select(dim, i) if isinstance(dim, int) else arg for arg, dim in zip(args, in_dims, strict=True)]
@@ -52,7 +51,7 @@ class _Linear(_Mapped):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         *tensors, ctx.run = inputs[:4]
-        # Not saved: what is written in place between forward and backward autograd refuses to give back.
+        # Not saved for backward, since autograd rejects saved tensors that were written in place.
         ctx.state = inputs[4:]
         ctx.save_for_backward(*tensors)
 
@@ -81,7 +80,7 @@ class _Linear(_Mapped):
 
 
 class _Gradients(_Mapped):
-    """Gradients of x, weight and bias, as far as they are wanted."""
+    """The requested gradients of x, weight and bias."""
 
     @staticmethod
     def forward(x, weight, bias, gradient, wanted, run, *state):

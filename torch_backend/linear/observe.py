@@ -1,4 +1,4 @@
-"""`observe(model)`: the effect of quantization on each operand, step by step. It changes no bit."""
+"""`observe(model)`: measures the effect of quantization on each operand, step by step, without changing a bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .oscillations import Flips, Oscillation, has_codes
 from .recipe_layer import RecipeLayer
 
 OPERANDS = ("input rowwise", "input columnwise", "gradient rowwise", "gradient columnwise")
-"""The rows of a layer's figures."""
+"""Rows of a layer's figures."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Observed:
         module: path of the layer.
         operand: one of `OPERANDS`.
         amax: largest finite magnitude.
-        elements: how many elements were quantized.
-        saturated: how many of them were cut to the largest value of their scale (`check.measure.saturated`).
-        flushed: how many were not zero and became zero.
-        sqnr: 10 log10(sum of squares / sum of squared errors) in dB; Inf without any error. NaN where nothing is left to
-            compare: of an operand with an Inf, whose values are NaN in products.
+        elements: number of quantized elements.
+        saturated: number of elements clipped to the largest value of their scale (`check.measure.saturated`).
+        flushed: number of nonzero elements that became zero.
+        sqnr: 10 log10(sum of squares / sum of squared errors) in dB; Inf without errors. NaN if nothing can be compared: an
+            operand with an Inf has NaN values in products.
     """
 
     step: int
@@ -50,11 +50,15 @@ class Observed:
 
 @dataclass
 class Observation:
-    """The open observation of a model, from `observe`.
+    """A model's open observation, from `observe`.
 
     Attributes:
-        records: what `step` has read so far.
-        oscillations: what it has found of the weights' codes, where `observe` was asked for that.
+        modules: the observed layers by path.
+        records: results of all steps so far.
+        steps: number of steps so far.
+        oscillations: results for the weights' codes, if requested.
+        flips: counters of the weights' codes.
+        momentum, threshold: as given to `observe`.
     """
 
     modules: dict[str, RecipeLayer]
@@ -66,12 +70,12 @@ class Observation:
     threshold: float = 0.005
 
     def step(self) -> list[Observed]:
-        """Ends a step: reads the figures of every layer since the last one (this waits for the device) and clears them.
+        """Ends a step: reads and clears every layer's figures since the last step, which waits for the device.
 
-        Oscillations are of the codes as they are now: call it behind `optimizer.step()`.
+        Oscillations compare the current codes, so call it after `optimizer.step()`.
 
         Raises:
-            ValueError: oscillations of weights that FSDP2 holds gathered.
+            ValueError: oscillations are observed and FSDP2 holds gathered weights.
         """
         new = []
         self.oscillations += [one.step(self.steps, self.momentum, self.threshold) for one in self.flips]
@@ -91,7 +95,7 @@ class Observation:
         return new
 
     def rows(self) -> list[dict]:
-        """The records as dictionaries, for tables and JSON."""
+        """Returns the records as dictionaries, for tables and JSON."""
         return [asdict(record) for record in self.records]
 
 
@@ -99,27 +103,27 @@ class Observation:
 def observe(
     model: nn.Module, *, oscillations: bool = False, momentum: float = 0.01, threshold: float = 0.005
 ) -> Iterator[Observation]:
-    """Records the effect of quantization on inputs and gradients of the model's layers, while it is open.
+    """Records the effect of quantization on inputs and gradients of a model's layers, within the context.
+
+    Each operand is quantized once more and dequantized. A compiled model is recompiled.
 
     Args:
-        model: whose layers.
-        oscillations: count also how often the weights' codes flip back and forth (Nagel et al. 2022, arXiv 2203.11086;
-            `definition.oscillation`). It takes 6 bytes for each weight, and a pass over all codes at each `step`. Under FSDP2
-            each rank counts its part.
+        model: the model to observe.
+        oscillations: also count how often the weights' codes flip back and forth (Nagel et al. 2022, arXiv 2203.11086;
+            `definition.oscillation`). This takes 6 bytes per weight element, and a pass over all codes at each `step`. Under
+            FSDP2 each rank counts its shard.
         momentum: of the running mean of flips.
-        threshold: the frequency above which a weight counts as oscillating.
+        threshold: frequency above which a weight element counts as oscillating.
+
+    Raises:
+        ValueError: no layer of the model quantizes anything; the model is observed already; oscillations are requested for
+            sharded weights in high precision; or momentum or threshold is not between 0 and 1.
 
     Example:
         >>> with bfp.observe(model) as observation:
         ...     loss(model(x)).backward()
         ...     for record in observation.step():
         ...         print(record.module, record.operand, record.sqnr)
-
-    It quantizes each operand once more and dequantizes it. A compiled model is compiled again for it.
-
-    Raises:
-        ValueError: no layer of the model quantizes anything, or the model is observed already; oscillations of weights that
-            ranks share in high precision; a momentum or threshold that is not between 0 and 1.
     """
     for name, value in (("momentum", momentum), ("threshold", threshold)):
         if not 0 < value < 1:
@@ -134,7 +138,7 @@ def observe(
             weight = module.held_weight()
             assert weight is not None
             module.observed = torch.zeros((len(OPERANDS), len(FIGURES)), dtype=torch.float64, device=weight.device)
-            # Under FSDP2 a CUDA graph would add to a copy of it otherwise.
+            # Under FSDP2 a CUDA graph would otherwise add to a copy.
             mark_static_address(module.observed)
         counted = [Flips(path, module) for path, module in modules.items() if has_codes(module)] if oscillations else []
         yield Observation(modules, flips=counted, momentum=momentum, threshold=threshold)
@@ -146,13 +150,9 @@ def observe(
 def observe_again(
     observed: Tensor, operand: str, x: Tensor, rowwise: Cast | None, columnwise: Cast | None, eps: float, **known: Any
 ) -> None:
-    """Quantizes an operand as a layer's op did, which keeps its parts to itself, and adds its figures to those of the layer.
+    """Quantizes an operand again as a fused op did, which doesn't return the parts, and adds its figures to the layer's.
 
-    Args:
-        observed, operand, x: see `observe_operand`.
-        rowwise, columnwise: its casts, None where that direction wasn't wanted.
-        eps: of the recipe.
-        known: `amax`, `multiplier` and `keys` (int32 [2, 2]) that the op got, as far as there are any.
+    Casts are None for unneeded directions; `known` has the op's `amax`, `multiplier` and `keys` (int32 [2, 2]), if any.
     """
     row, column = rowwise or HIGH_PRECISION, columnwise or HIGH_PRECISION
     if row.format is None and column.format is None:
@@ -166,14 +166,8 @@ def observe_again(
 
 
 def observe_operand(observed: Tensor, operand: str, x: Tensor, found: Directions, rowwise: Cast, columnwise: Cast) -> None:
-    """Adds the figures of an operand in both directions to those of a layer.
-
-    Args:
-        observed: float64 [operands, figures], written in place.
-        operand: "input" or "gradient".
-        x: [tokens, size].
-        found: its parts.
-        rowwise, columnwise: how they were made.
+    """Adds the figures of x [tokens, size], "input" or "gradient", in both directions to `observed`, float64 [operands,
+    figures].
     """
     for direction, parts, cast in (("rowwise", found.row, rowwise), ("columnwise", found.column, columnwise)):
         if cast.format is not None:
@@ -183,16 +177,7 @@ def observe_operand(observed: Tensor, operand: str, x: Tensor, found: Directions
 def observe_parts(
     observed: Tensor, row: str, x: Tensor, parts: list[Tensor], cast: Cast, origin: tuple[int, int] = (0, 0)
 ) -> None:
-    """Adds the figures of an operand in one direction to those of a layer.
-
-    Args:
-        observed: see `observe_operand`.
-        row: one of `OPERANDS`.
-        x: the matrix in the direction in which it was quantized.
-        parts: its parts.
-        cast: how they were made.
-        origin: (row, column) of x's first element in the matrix whose blocks are counted.
-    """
+    """Adds one direction's figures to a layer's: x as it was quantized, its parts, and its origin in the blocks' matrix."""
     assert cast.format is not None
     new = quantization_figures(x, parts, cast.format.name, cast.rotate, list(origin))
     figures = uncounted(observed)[OPERANDS.index(row)]

@@ -1,4 +1,4 @@
-"""Counts how often the codes of a model's weights flip back and forth, for `observe`."""
+"""Counts how often a model's weight codes flip back and forth, for `observe`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .recipe_layer import RecipeLayer
 
 @dataclass(frozen=True)
 class Oscillation:
-    """The codes of one layer's weight in one step, or those of this rank's part of it.
+    """The codes of one layer's weight, or of this rank's shard, in one step.
 
     Attributes:
         step: number of the step, from 0.
         module: path of the layer.
-        elements: how many codes there are.
-        changed: how many of them changed.
-        flipped: how many changed against the direction of their last change.
-        frequency: mean of the codes' running frequencies of flips.
-        oscillating: how many codes have a frequency above the threshold.
+        elements: number of codes.
+        changed: number of codes that changed.
+        flipped: number of codes that changed against the direction of their last change.
+        frequency: mean of the codes' running flip frequencies.
+        oscillating: number of codes with a frequency above the threshold.
     """
 
     step: int
@@ -40,12 +40,7 @@ class Oscillation:
 
 
 class Flips:
-    """Counters of one weight's codes: 6 bytes each.
-
-    Attributes:
-        path: of its layer.
-        layer: the layer.
-    """
+    """Counters of the codes of one layer's weight, 6 bytes each."""
 
     def __init__(self, path: str, layer: RecipeLayer):
         self.path, self.layer = path, layer
@@ -55,10 +50,9 @@ class Flips:
 
     @torch.no_grad()
     def step(self, number: int, momentum: float, threshold: float) -> Oscillation:
-        """Compares the codes with those of the last step. Codes of another format, from `set_recipe`, begin anew.
+        """Compares the codes with the last step's; after `set_recipe` to another format, starts over.
 
-        Raises:
-            ValueError: see `observe`.
+        Raises ValueError as `observe` does.
         """
         format, now = self._codes()
         if format is not self._format:
@@ -73,7 +67,7 @@ class Flips:
         return Oscillation(number, self.path, elements, changes, flips, float(mean) if elements else 0.0, oscillating)
 
     def _codes(self) -> tuple[Format, Tensor]:
-        """Returns the weight's format, and the places of its codes in the order of their values, int8."""
+        """Returns the weight's format and its codes' ordinals by value, int8."""
         weight = self.layer.held_weight()
         assert weight is not None
         local = sharding.local_of(weight)
@@ -95,6 +89,6 @@ class Flips:
 
 
 def has_codes(layer: RecipeLayer) -> bool:
-    """Says whether a layer's weight is quantized at all."""
+    """Returns whether a layer's weight is quantized."""
     weight = layer.held_weight()
     return weight is not None and isinstance(sharding.local_of(weight), QuantizedTensor | CastWeight)

@@ -1,12 +1,11 @@
-"""Outputs of products whose contracted axis is cut over a tensor-parallel group: terms, to be summed over its ranks.
+"""Sums the ranks' terms of a product whose contracted axis is sharded over a tensor-parallel group.
 
-    y = sum of the ranks' terms [rows, columns]
-    all_reduce       the whole sum on every rank
-    reduce_scatter   of each sequence, every rank gets its rows of the sum
+    y = sum of the ranks' terms [rows, columns] all_reduce       | every rank gets the whole sum reduce_scatter   | every rank
+        gets its rows of each sequence
 
-Sums are begun early and waited for late, like the gathers of `sharded`. As an option the terms of a reduce-scatter travel
-quantized: each rank sends every other its rows as codes and scales, which are dequantized and added in fp32, in the order of
-the ranks. That rounds each term once to the format, so it is asked for by name (`reduce_format`) and never chosen.
+Sums are asynchronous, like the gathers of `sharded`. Optionally a reduce-scatter sends quantized terms: each rank sends every
+other its rows as codes and scales, which are dequantized and added in fp32, in rank order. Since that rounds each term once to
+the format, it only happens on request (`reduce_format`).
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from ..torch_internals import functional_collectives as collectives
 
 
 class PendingSum(NamedTuple):
-    """A sum over ranks, while it is made.
+    """A sum over ranks in progress.
 
     Attributes:
-        received: memory that the collective writes; not to be read before `finish`.
-        rows: of the result.
-        chunk: rows of one sequence that every rank gets, padding included.
+        received: memory that the collective writes; don't read it before `finish`.
+        rows: rows of the result.
+        chunk: rows of one sequence that every rank gets, including padding.
     """
 
     received: Tensor
@@ -41,17 +40,14 @@ class PendingSum(NamedTuple):
 
 
 def all_reduce(y: Tensor, group: str) -> Tensor:
-    """Sums y over the group's ranks, in its dtype; y is left as it is."""
+    """Returns the sum of y over the group's ranks, in its dtype; y is unchanged."""
     return collectives.wait_tensor(collectives.all_reduce(y.contiguous(), "sum", group))
 
 
 def begin(y: Tensor, to: TensorParallelShard | str, format: Format | None = None) -> PendingSum:
-    """Begins a reduce-scatter of y's rows, or an all-reduce.
+    """Starts a reduce-scatter of y's rows [rows of all sequences, columns], or an all-reduce if `to` is a group's name.
 
-    Args:
-        y: this rank's terms [rows of all sequences, columns].
-        to: where the rows of the result lie, cut along rows; or the name of the group every rank of which gets all.
-        format: in which the terms of a reduce-scatter travel, see `reducing.check_reduce_format`.
+    `format` is the format of a reduce-scatter's terms, see `reducing.check_reduce_format`.
     """
     if isinstance(to, str):
         return PendingSum(collectives.all_reduce(y.contiguous(), "sum", to), y.shape[0], y.shape[0])
@@ -62,14 +58,14 @@ def begin(y: Tensor, to: TensorParallelShard | str, format: Format | None = None
     terms = y.reshape(shard.runs, length, columns)
     if chunk * shard.ranks != length:
         terms = F.pad(terms, (0, 0, 0, chunk * shard.ranks - length))
-    # Rows in the order of the ranks that they go to.
+    # Rows ordered by destination rank.
     terms = (
         terms.view(shard.runs, shard.ranks, chunk, columns).transpose(0, 1).reshape(shard.ranks * shard.runs * chunk, columns)
     )
     if format is None or not rows:
         sums = collectives.reduce_scatter_tensor(terms, "sum", shard.ranks, shard.group)
         return PendingSum(sums, shard.runs * own, chunk)
-    # Codes saturate an Inf, which a loss scaler is to see.
+    # Codes saturate Inf; NaN survives, so that a loss scaler detects it.
     terms = torch.where(terms.isinf(), torch.full_like(terms, torch.nan), terms)
     codes, scales = ops.quantize(terms, format.name)
     sent = torch.cat([part.view(shard.ranks, -1).view(torch.uint8) for part in (codes, scales)], 1)
@@ -80,7 +76,7 @@ def begin(y: Tensor, to: TensorParallelShard | str, format: Format | None = None
 def finish(
     pending: PendingSum, to: TensorParallelShard | str, columns: int, dtype: torch.dtype, format: Format | None = None
 ) -> Tensor:
-    """Waits for the sum, or for this rank's rows of it, and returns it, [rows, columns] in `dtype`."""
+    """Waits and returns the sum, or this rank's rows of it, [rows, columns] in `dtype`."""
     received = collectives.wait_tensor(pending.received)
     if isinstance(to, str):
         return received.to(dtype)

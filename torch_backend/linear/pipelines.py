@@ -1,8 +1,8 @@
-"""Keeps the state of layers while pipelines try their stages out: random steps and amaxes stay as they were.
+"""Preserves layers' random steps and amaxes while pipelines infer shapes.
 
-To learn the shapes that stages send each other, torch's schedules (2.13) run every stage once, forward and backward, on memory
-with anything in it. They put torch's own random numbers back and know nothing of the state that layers keep in buffers. There
-is no public hook around it; where torch changes the method, `tests/torch/test_pipelines.py` says so.
+To learn the shapes that stages exchange, torch's schedules (2.13) run every stage once, forward and backward, on uninitialized
+memory. They restore torch's random states, but not layers' buffers. No public hook exists; `tests/torch/test_pipelines.py`
+fails if torch changes the method.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _METHOD = "_initialize_pp_stages"
 
 
 def keep_state() -> None:
-    """Makes schedules put back what layers recorded while shapes were inferred; called when a layer with state is made."""
+    """Patches schedules to restore layers' state after inferring shapes; called when a stateful layer is made."""
     if not torch.distributed.is_available():
         return
     from torch.distributed.pipelining import schedules

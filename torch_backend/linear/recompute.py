@@ -1,4 +1,4 @@
-"""Selective activation checkpointing: results of products are kept, and casts are made again in the backward."""
+"""Selective activation checkpointing: keeps results of products and repeats casts in the backward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KEPT = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    # What finishes sums. Waiting for it again costs nothing.
+    # Collectives that finish sums. Waiting for their results again is free.
     collectives.reduce_scatter_tensor.default,
     collectives.all_reduce.default,
     collectives.all_to_all_single.default,
@@ -31,12 +31,12 @@ _KEPT = {
 
 
 def keep_products() -> tuple[Any, Any]:
-    """Makes the contexts for `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=keep_products)`.
+    """Returns the contexts for `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=keep_products)`.
 
-    The backward then keeps the block's input and the results of products, attention and sums over ranks. Norms, activation
-    functions and the codes of every layer's input are made again when they are wanted. That saves a byte for each element of
-    each layer's input, and costs as many more casts. Sequence parallelism's gathers run again too, since their results are of
-    all tokens. No bit changes.
+    The block's input and the results of products, attention and sums over ranks are kept for the backward. Norms, activation
+    functions and the codes of every layer's input are recomputed. This saves a byte per element of each layer's input, at the
+    cost of repeating the casts. Sequence parallelism's gathers are repeated too, since their results hold all tokens. No bit
+    changes.
     """
     forward, again = create_selective_checkpoint_contexts(_policy)
     return _Apart(forward), _Apart(again)
@@ -47,9 +47,9 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 
 
 class _Apart(TorchDispatchMode):
-    """Takes the op of a grouped layer's forward apart for the mode below it, which keeps all results of an op or none.
+    """Splits a grouped layer's forward op for the mode below, which keeps all or none of an op's results.
 
-    The product is kept, and what is quantized for the backward is made again.
+    The product is kept; the parts quantized for the backward are recomputed.
     """
 
     def __init__(self, below: Any):
@@ -62,7 +62,7 @@ class _Apart(TorchDispatchMode):
 
     @property
     def ac_graph_id(self) -> Any:
-        """The number that torch.compile gives the mode below."""
+        """The id that torch.compile assigns to the mode below."""
         return self.below.ac_graph_id
 
     @ac_graph_id.setter

@@ -1,7 +1,7 @@
-"""The register of layers with delayed scaling: which of them a step of an optimizer concerns, and which DDP model has them.
+"""Registers layers with delayed scaling, to find those that an optimizer step concerns and the DDP model of each.
 
-A layer records amaxes, and an optimizer knows parameters alone. So layers enter here when they are made, copied or unpickled;
-those that an optimizer's step concerns are found by their weights.
+A layer records amaxes, but an optimizer knows only parameters. Layers register when they are made, copied or unpickled, and are
+found by their weights.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class _Watched:
     """A layer's entry in the register.
 
     Attributes:
-        sharded: its weight as FSDP2 shards it, and an optimizer holds it, while the layer may hold the whole one.
-        replicas: the DDP model that it is part of, or False; None where that isn't known yet.
+        sharded: its weight as FSDP2 shards it and an optimizer holds it, while the layer may hold the gathered one.
+        replicas: the DDP model that contains it, or False for none; None if not yet known.
     """
 
     sharded: Tensor | None = None
@@ -37,37 +37,39 @@ _watched: weakref.WeakKeyDictionary[RecipeLayer, _Watched] = weakref.WeakKeyDict
 
 
 def watch(layer: RecipeLayer) -> None:
-    """Enters a layer with delayed scaling."""
+    """Registers a layer with delayed scaling."""
     _watched[layer] = _Watched()
 
 
 def unwatch(layer: RecipeLayer) -> None:
-    """Takes a layer out that has no delayed scaling any more."""
+    """Removes a layer that no longer has delayed scaling."""
     _watched.pop(layer, None)
 
 
 def note_sharded(layer: RecipeLayer, weight: Tensor) -> None:
-    """Notes that this DTensor is the layer's weight: sharded, or gathered and still cut by tensor parallelism."""
+    """Records this DTensor as the layer's weight, sharded, or gathered and still cut by tensor parallelism; the larger mesh
+    wins.
+    """
     known, mesh = _watched[layer], sharding.mesh_of(weight)
     assert mesh is not None
     before = None if known.sharded is None else sharding.mesh_of(known.sharded)
     if before is None or mesh.ndim >= before.ndim:
-        # No weak reference: a tensor that has one can't be moved in place.
+        # Not a weak reference, which would prevent moving the tensor in place.
         known.sharded = weight
 
 
 def delayed_layers(model: nn.Module) -> list[RecipeLayer]:
-    """Returns the layers of a model that have delayed scaling."""
+    """Returns a model's layers with delayed scaling."""
     layers = (module for module in model.modules() if isinstance(module, RecipeLayer))
     return [layer for layer in layers if layer.linear_recipe.delayed is not None]
 
 
 def concerned_by(optimizer: Optimizer) -> list[RecipeLayer]:
-    """Returns the layers whose weights an optimizer holds, and those whose weights are frozen, which no optimizer holds.
+    """Returns the layers whose weights an optimizer holds, and those with frozen weights, which no optimizer holds.
 
-    In the order in which they were made, which is every rank's.
+    They are in order of creation, which is the same on every rank.
     """
-    # Copied at once, since other threads may make layers; by `data`, since a dictionary with weak keys calls Python for each.
+    # Copied at once, since other threads may create layers; through `data`, since a WeakKeyDictionary calls Python per key.
     entries: dict[weakref.ref[RecipeLayer], _Watched] = _watched.data.copy()  # pyright: ignore[reportAttributeAccessIssue]
     if not entries:
         return []
@@ -77,7 +79,7 @@ def concerned_by(optimizer: Optimizer) -> list[RecipeLayer]:
         layer = ref()
         if layer is None:
             continue
-        # FSDP2 changes the weight that a layer holds between forward and backward.
+        # FSDP2 switches the layer's weight between sharded and gathered.
         own, sharded = layer._parameters, known.sharded
         weight = own["weight"] if "weight" in own else layer.held_weight()
         if id(weight) in held or id(sharded) in held or _is_frozen(weight, sharded):
@@ -90,19 +92,19 @@ def _is_frozen(weight: Tensor | None, sharded: Tensor | None) -> bool:
 
 
 def weights_of(layers: Iterable[RecipeLayer]) -> list[Tensor | None]:
-    """Returns the weights as an optimizer holds them, or as the layers do if no optimizer is known to."""
+    """Returns the weights as optimizers hold them, or else as the layers do."""
     entries = ((layer, _watched[layer].sharded) for layer in layers)
     return [layer.held_weight() if sharded is None else sharded for layer, sharded in entries]
 
 
 def several_ranks() -> bool:
-    """Returns whether this process is one of several ranks, which may share amaxes."""
+    """Returns whether there are several ranks, which may share amaxes."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def replicas_of(layers: Sequence[RecipeLayer]) -> list[DistributedDataParallel | None]:
-    """Returns the DDP model that each layer is part of, which neither layer nor parameter knows."""
+    """Returns each layer's DDP model or None; neither layer nor parameter refers to it."""
     if not several_ranks():
         return [None] * len(layers)
     known = [_watched[layer] for layer in layers]

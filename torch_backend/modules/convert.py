@@ -1,4 +1,4 @@
-"""`convert`: makes a model's linear layers quantized ones."""
+"""`convert`: replaces a model's linear layers by quantized ones, in place."""
 
 from __future__ import annotations
 
@@ -49,59 +49,55 @@ def convert(
     keep_init: bool = True,
     fuse: Fuse | None = None,
 ) -> nn.Module:
-    """Makes every `torch.nn.Linear` of a model a `Linear` with its values, where it stands.
+    """Converts every `torch.nn.Linear` of a model to `Linear`, in place and with its values.
 
-    So are subclasses of `torch.nn.Linear` with its own forward, and transformers' `Conv1D`: they become a class derived from
-    `Linear` (for a `Conv1D` from a layer that multiplies so) and from their own. A layer stays the same object: its hooks, its
-    attributes, its bias and whatever refers to it stay. Its weight stays the same parameter too, which is quantized now: an
-    optimizer that holds it trains on as one that is built afterwards, with the state that it has. `summary` says what was done,
-    and what was left and why.
+    Subclasses of `torch.nn.Linear` that use its forward, and transformers' `Conv1D`, become a class derived from their own and
+    from `Linear` (from a layer with a transposed weight for `Conv1D`). A layer stays the same object, with its hooks,
+    attributes and bias. Its weight stays the same parameter object, now quantized, so existing optimizers keep working with
+    their state. `summary` reports what was converted, what wasn't, and why.
 
-    Experts are converted too, where transformers (5) or torchtitan holds those of a layer in 3-D parameters: these keep their
-    names and shapes, each expert's rows are a tensor of their own as in `GroupedLinear`, and the module's forward multiplies
-    by groups, whatever `config._experts_implementation` says.
+    Experts of transformers (5) and torchtitan in 3-D parameters are converted too. Parameters keep their names and shapes, each
+    expert's rows are quantized separately as in `GroupedLinear`, and the module's forward uses grouped products whatever
+    `config._experts_implementation` says.
 
-    MLPs of transformers and torchtitan with silu or gelu (LlamaMLP and those like it, Phi3MLP, FeedForward, one activation
-    between two layers) get a class derived from theirs, too: what the activation makes is quantized as it is made. So does
-    `torch.nn.Sequential` where such a layer follows an activation, or torch's RMSNorm, whose output is quantized as it is made
-    on a GPU. Attention of these libraries, whose query, key and value layers read one tensor, gets a derived class that casts
-    it once. `fuse` says the same of your own classes. No bit changes, and where somebody looks (hooks, adapters in the layer's
-    place) all is made as before.
+    Fusions change no bits and are skipped where hooks or adapters observe a layer. MLPs of transformers and torchtitan
+    with silu or gelu (LlamaMLP and similar, Phi3MLP, FeedForward, one activation between two layers) become a derived class
+    that quantizes the activation's output as it is computed. So does `torch.nn.Sequential` with a converted layer after an
+    activation, or after torch's RMSNorm on a GPU. Attention of these libraries, whose query, key and value layers read one
+    tensor, casts it once. `fuse` declares the same for your own classes.
 
-    A layer whose weight another module has too (a head that is tied to an embedding) is left as it is, with a warning, where
-    there is no filter_fn. So are all that multiplies in other ways, with a warning where that is more than a tenth of the
-    parameters in matrices (embeddings aside). `torch.nn.TransformerEncoderLayer` and `torch.nn.TransformerEncoder` with
-    converted layers no longer take torch's fused path in evaluation, which would multiply with the weights itself.
-    The layers of PEFT's adapters stay as they are, and so do the routers of transformers and torchtitan, which choose experts.
+    Without filter_fn, a layer that shares its weight with another module (a head tied to an embedding) is skipped with a
+    warning. Other modules with matrices are skipped too, with a warning if they have more than a tenth of the parameters in
+    matrices (embeddings aside). Layers of PEFT's adapters, and routers of transformers and torchtitan, which choose experts,
+    are not converted. `torch.nn.TransformerEncoder` and its layers no longer take torch's fused evaluation path, which bypasses
+    the layers.
 
-    Call it before `fully_shard`, `DistributedDataParallel` and whatever else takes hold of gradients or memory of parameters:
-    `DistributedDataParallel(convert(model, ..))`, accelerate's `prepare(convert(model, ..))`. A model that such a wrapper holds
-    is refused. So is one of whose results one still waits for its backward. Call it before compiling, too.
+    Call it before compiling and before anything that holds parameters' gradients or memory, such as `fully_shard`:
+    `DistributedDataParallel(convert(model, ..))`, accelerate's `prepare(convert(model, ..))`. A model that such a wrapper
+    holds, or with a result that still waits for its backward, is rejected.
 
     Args:
         model: any module, on the meta device too.
-        recipe: a `Recipe`, its name, or a function from the layer's path ("layers.0.up", without the names of torch.compile's
-            and other wrappers) to one of these, or to None for a layer that stays as it is (`blockfp.recipes.by_operand` makes
-            one of a function that gives formats); or a mapping of patterns of paths to these, `{"^head$": None,
-            "down": "mxfp8", "": "nvfp4"}`. Patterns are regular expressions, of which the first that is found in the path
-            counts; layers where none is stay as they are.
-        filter_fn: called with path and layer, or with layer and path where its parameters' names say so, as torchao's
-            `(module, fqn)`; False leaves the layer as it is.
+        recipe: a `Recipe`, its name, or a function from a layer's path ("layers.0.up", without names added by torch.compile and
+            other wrappers) to one of these, or to None to skip the layer (`blockfp.recipes.by_operand` makes one from a
+            function that returns formats). Or a mapping from patterns of paths to these, `{"^head$": None, "down": "mxfp8", "":
+            "nvfp4"}`: the first regular expression found in the path applies; layers without a match are skipped.
+        filter_fn: called with path and layer, or with layer and path if its parameter names say so, as torchao's `(module,
+            fqn)`; False skips the layer.
         weights, compute, keep_init: see `Linear`.
-        fuse: what classes of your own compute, by class or by its qualified name ("package.module.Class"): an `MLPParts` or a
-            `SharedInput`. It holds for modules with that class's forward, whose layers are converted.
+        fuse: declares the structure of your own classes, by class or qualified name ("package.module.Class"), as an `MLPParts`
+            or a `SharedInput`. It applies to modules with that class's forward whose layers are converted.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: model is not a module; fuse is no such mapping; filter_fn is no function, or it takes every layer by path
-            and layer and would leave some by layer and path, and its parameters' names don't say which it means.
-        ValueError: there is nothing to convert, a mapping's pattern is found in no layer that could be converted, the weight of
-            a layer that filter_fn chose is shared with a module that is not converted, a layer would lose something
-            (parametrizations, weight norm, pruning, hooks of its weight, methods that were put into it), or the model is
-            sharded already, or its weights are held by a wrapper or a result of it; a class in fuse isn't in the model, or does
-            something else than is said of it. The model is as it was then.
+        TypeError: model is not a module, fuse is not such a mapping, or filter_fn is not a function or its argument order is
+            ambiguous.
+        ValueError: there is nothing to convert; a mapping's pattern matches no layer; a layer chosen by filter_fn shares its
+            weight with an unconverted module; a layer would lose something (parametrizations, weight norm, pruning, hooks of
+            its weight, methods assigned to it); the model is already sharded; a wrapper or a pending result holds its weights;
+            or a class in fuse isn't in the model or computes something else. The model is unchanged.
 
     Example:
         >>> convert(model, "mxfp8", filter_fn=lambda path, layer: path != "head")
@@ -139,7 +135,7 @@ def _chosen(
     model: nn.Module, recipe: Recipe | str | ByPath, filter_fn: Callable[[str, nn.Module], bool] | None
 ) -> dict[nn.Module, _Chosen]:
     candidates: list[tuple[str, nn.Module]] = []
-    # What attention multiplies with itself isn't its layers' to quantize, and adapters are what is trained in their stead.
+    # nn.MultiheadAttention multiplies with its children's weights itself; adapters are trained in high precision.
     taken = adapter_layers(model) | {
         child for module in model.modules() if isinstance(module, nn.MultiheadAttention) for child in module.children()
     }
@@ -162,16 +158,16 @@ def _chosen(
 
 
 def convertible(model: nn.Module, filter_fn: Callable[[str, nn.Module], bool] | None = None) -> set[nn.Module]:
-    """Returns the layers that `convert` would change by one recipe for all: none of attention's own, and none that is tied."""
+    """Returns the layers that `convert` would change with one recipe for all."""
     chosen = _chosen(model, "mxfp8", filter_fn)
     tied = _tied(model, chosen, declared=filter_fn is None)
     return {layer for layer, one in chosen.items() if one.path not in tied}
 
 
 def _tied(model: nn.Module, chosen: dict[nn.Module, _Chosen], *, declared: bool) -> dict[str, str]:
-    """Returns the paths of chosen layers that share their weight with a module that isn't converted, and its name there.
+    """Returns the paths of chosen layers that share their weight with an unconverted module, and its name there.
 
-    declared: also of those that aren't tied now, but that the model says it will tie.
+    With `declared`, includes ties that the model declares but hasn't made yet.
     """
     named = tied_elsewhere(model) if declared else {}
     owners: dict[Tensor, str] = {}
@@ -190,7 +186,7 @@ def _tied(model: nn.Module, chosen: dict[nn.Module, _Chosen], *, declared: bool)
 
 
 def _made(chosen: dict[nn.Module, _Chosen], weights: Weights, compute: Compute, keep_init: bool) -> dict[nn.Module, Made]:
-    """Makes a new layer for each; those that share a weight share the new one. The model stays as it is."""
+    """Builds the new layers without changing the model; layers that share a weight share the new one."""
     made: dict[nn.Module, Made] = {}
     by_weight: dict[Tensor, tuple[Made, str]] = {}
     for layer, one in chosen.items():
@@ -204,7 +200,7 @@ def _made(chosen: dict[nn.Module, _Chosen], weights: Weights, compute: Compute, 
             if first.recipe.weight != new.recipe.weight or first.transposed != new.transposed:
                 raise ValueError(f"layers that share a weight need one weight format, got {first.recipe} and {new.recipe}")
             new._parameters[name] = first.get_parameter(first_name)
-        # A class that can't be derived from raises here, before anything is changed.
+        # A class that can't be subclassed raises here, before anything changes.
         quantized_class(type(layer), one.kind)
         made[layer] = new
     return made
@@ -217,18 +213,18 @@ def _new_layer(layer: Any, one: _Chosen, options: Any) -> Made:
 
 
 def _commit(made: dict[nn.Module, Made]) -> None:
-    """Turns each layer into the one that was made for it, where it stands: references, hooks and attributes stay."""
-    # Layers that share a weight share the new one, which it becomes once.
+    """Turns each layer into its new class in place, which preserves references, hooks and attributes."""
+    # A shared weight is replaced once.
     weights = {
         layer.get_parameter(name): new.get_parameter(name) for layer, new in made.items() for name in quantized_names(new)
     }
     for weight, new in weights.items():
         become_tensor(weight, new)
         if isinstance(weight, QuantizedTensor):
-            # No other values than before: a master that an optimizer keeps of it already stays.
+            # The values haven't changed, so an optimizer's existing master stays valid.
             weight.geometry.loaded = None
     for layer, new in made.items():
-        # A class may set attributes in its own way.
+        # Without setattr, which a class may override.
         vars(layer).update({name: value for name, value in vars(new).items() if name not in vars(layer)})
         kind: Any = type(new)
         become(layer, quantized_class(type(layer), kind))
@@ -239,12 +235,12 @@ def _commit(made: dict[nn.Module, Made]) -> None:
         hooks = dict(layer._state_dict_hooks)
         layer._state_dict_hooks.clear()
         layer.register_hooks()
-        # Behind blockfp's own: a hook that was there sees what is saved, not a tensor that holds codes.
+        # blockfp's hooks run first, so that existing hooks see the saved parts instead of a tensor of codes.
         layer._state_dict_hooks.update(hooks)
 
 
 def _leave_fast_paths(model: nn.Module) -> None:
-    """Tells torch's encoders that theirs would not call the layers they hold."""
+    """Disables the fused paths of torch's encoders, which bypass their layers."""
     encoders = [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
     for encoder in encoders:
         if _quantized(encoder):

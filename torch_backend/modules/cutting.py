@@ -1,10 +1,10 @@
-"""Cuts the weights of layers, and the parameters of norms, over a tensor-parallel group.
+"""Shards the weights of layers, and the parameters of norms, over a tensor-parallel group.
 
-weight of a layer on a mesh (data-parallel axes .., tp), once cut and then under `fully_shard`:
+A layer's weight on a mesh (data-parallel axes .., tp), after parallelize and then after `fully_shard`. Each local tensor is a
+QuantizedTensor that knows its (row, column) origin:
 
-column     DTensor[tp: Shard(0)]       DTensor[dp: _StridedShard(0), tp: Shard(0)]     tp cuts rows, dp cuts those again
-row        DTensor[tp: Shard(1)]       DTensor[dp: Shard(0), tp: Shard(1)]
-  each around a QuantizedTensor that knows the (row, column) where it begins
+    column     DTensor[tp: Shard(0)]       DTensor[dp: _StridedShard(0), tp: Shard(0)]     tp shards rows, dp shards those
+    row        DTensor[tp: Shard(1)]       DTensor[dp: Shard(0), tp: Shard(1)]
 """
 
 from __future__ import annotations
@@ -39,13 +39,7 @@ if TYPE_CHECKING:
 
 
 class Cutter:
-    """Cuts modules over one mesh, in one way; the arguments are those of `parallelize`.
-
-    Raises:
-        TypeError: no mesh.
-        ValueError: a mesh of more axes, another sequence_dim, a reduce_format that is none, or that nothing would use; splits
-            that the ranks don't divide, or beside sequence parallelism.
-    """
+    """Shards modules over one mesh; takes `parallelize`'s arguments and raises TypeError or ValueError for invalid ones."""
 
     def __init__(
         self,
@@ -79,12 +73,12 @@ class Cutter:
         self.splits = splits
 
     def cut(self, styles: Mapping[nn.Module, Style | None]) -> None:
-        """Cuts layers, each as its style says, and norms, whose style is None. Nothing is cut before all are checked.
+        """Shards layers by their styles, and norms, whose style is None, after checking all of them.
 
-        Raises:
-            ValueError: a missing or unfit style, a parameter that is cut already, or that is shared and to be cut in two ways.
+        Raises ValueError for a missing or unsuitable style, and for a parameter that is already sharded or would be sharded in
+        two ways.
         """
-        # A parameter that layers share is cut once.
+        # A shared parameter is sharded once.
         dims: dict[nn.Parameter, int | None] = {}
         for module, style in styles.items():
             _check(module, style)
@@ -104,9 +98,9 @@ class Cutter:
             elif isinstance(module, Experts):
                 self._share_experts(module)
             elif isinstance(module, QuantizedLayer):
-                # A parameter that torch has cut lies on this mesh's axis, which divides no batch.
+                # torch shards such a parameter on this mesh's axis, which doesn't divide the batch.
                 module.parallel, module.data_rank = self._parallel(module, style), 0
-                # Of ranks that look for amaxes together all do, or none: not the one that has loaded a checkpoint already.
+                # Ranks must reduce amaxes together, whether or not one of them has loaded scales from a checkpoint.
                 module.note_scales(False)
             for name in _dims(module, style):
                 setattr(module, name, shared[getattr(module, name)])
@@ -133,14 +127,14 @@ class Cutter:
             product.note_scales(False)
 
     def _share(self, norm: nn.Module) -> None:
-        # The parameters are DTensors now, and so its forward is another.
+        # Its parameters are DTensors now, which need another forward.
         become(norm, SHARED_NORMS[type(norm)])
         assert isinstance(norm, SharedNorm)
         norm.group, norm.sequence = self.group, self.sequence
 
     def _parallel(self, layer: QuantizedLayer, style: Style) -> Parallel:
         weight = layer.weight
-        # Experts' tokens are sent to them instead.
+        # Experts receive their tokens through dispatch instead.
         sequence = self.sequence and weight.ndim == 2
         features = weight.shape[_cut_dim(weight, style)]
         reduce_format = self.reduce_format if sequence else None
@@ -168,9 +162,9 @@ class Cutter:
             check_free(parameter, f"a parameter of shape {tuple(parameter.shape)}", remedy)
 
     def _shared(self, parameter: nn.Parameter, dim: int | None) -> nn.Parameter:
-        """Makes a whole parameter a DTensor, cut along an axis or replicated."""
+        """Makes a whole parameter a DTensor, sharded along an axis or replicated."""
         if mesh_of(parameter) is not None:
-            # An embedding, say, that torch has cut, and that a layer shares.
+            # For example an embedding that torch has sharded and a layer shares.
             return parameter
         from torch.distributed.tensor import DTensor
 
@@ -195,7 +189,7 @@ class Cutter:
 
 
 def _check(module: nn.Module, style: Style | None) -> None:
-    """Raises ValueError unless a module can be cut, in this style, and isn't yet."""
+    """Raises ValueError unless a module can be sharded in this style and isn't sharded yet."""
     kind = type(module).__name__
     if isinstance(module, Experts):
         if style != "experts":
@@ -220,7 +214,7 @@ def _check(module: nn.Module, style: Style | None) -> None:
 
 
 def _dims(module: nn.Module, style: Style | None) -> dict[str, int | None]:
-    """Returns the axis along which each parameter of a layer or norm is cut; None where all ranks have it whole."""
+    """Returns the sharded axis of each parameter of a layer or norm; None if replicated."""
     names = [name for name, _ in module.named_parameters(recurse=False)]
     if style is None:
         return dict.fromkeys(names)
@@ -242,7 +236,7 @@ def _placement(dim: int | None) -> Any:
 
 
 def part_of(q: QuantizedTensor, lies: Sharding, rank: int) -> QuantizedTensor:
-    """Cuts one rank's part out of a whole quantized tensor, in memory of its own; inside blocks and bytes too."""
+    """Copies one rank's shard out of a whole quantized tensor; the cut may fall inside blocks and bytes."""
     region = lies.region(rank)
     own = {
         part.name: state_dict.cut(q.format, part, getattr(q, part.name), region).clone() for part in parts.parts(q.format, lies)

@@ -1,4 +1,4 @@
-"""The experts of other libraries: which modules of theirs `convert` knows, and their forwards over quantized weights."""
+"""Expert modules of other libraries that `convert` knows, with their forwards over quantized weights."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .known_classes import TITAN_EXPERTS, TRANSFORMERS_MOE, base_named, module_o
 
 
 class TransformersExperts(Experts):
-    """Experts of transformers 5: classes under `use_experts_implementation`, whose forwards are one function of their weights.
+    """Experts of transformers 5 under `use_experts_implementation`, which all share one forward.
 
-    gate_up_proj (or up_proj) and down_proj, [experts, out, in] or [experts, in, out], with or without biases. The gate is the
-    class's own. `config._experts_implementation` chooses among forwards that don't quantize, and is not asked.
+    Weights are gate_up_proj (or up_proj) and down_proj, [experts, out, in] or [experts, in, out], with or without biases. The
+    gate is the class's own. `config._experts_implementation` is ignored: it chooses among unquantized forwards.
     """
 
     names: ClassVar[tuple[str, ...]] = ("gate_up_proj", "up_proj", "down_proj")
@@ -33,7 +33,7 @@ class TransformersExperts(Experts):
 
     @classmethod
     def knows(cls, other: type[nn.Module]) -> bool:
-        # The decorator's wrapper: a class that was not decorated, or that has another forward, computes something else.
+        # The decorator's wrapper; a class with another forward computes something else.
         return module_of(other.forward) == TRANSFORMERS_MOE
 
     @classmethod
@@ -50,13 +50,8 @@ class TransformersExperts(Experts):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Returns [tokens, hidden]: the weighted sum of each token's experts.
 
-        Args:
-            hidden_states: [tokens, hidden].
-            top_k_index: the experts of each token, [tokens, k].
-            top_k_weights: their weights, [tokens, k].
-
-        Raises:
-            ValueError: transformers has cut the experts over ranks.
+        hidden_states is [tokens, hidden]; top_k_index and top_k_weights are [tokens, k]. Raises ValueError if transformers has
+        sharded the experts itself.
         """
         if getattr(self, "_is_expert_parallel", False):
             raise ValueError(
@@ -71,7 +66,7 @@ class TransformersExperts(Experts):
         first, last = self.biases
         y = self.multiply(first, hidden_states[order // k], offs)
         y = self.multiply(last, self._activated(y), offs)
-        if getattr(self, "has_post_expert_norm", False):  # not in all 5.x
+        if getattr(self, "has_post_expert_norm", False):  # missing in some 5.x versions
             y = self.post_expert_norm(y)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
@@ -83,12 +78,12 @@ class TransformersExperts(Experts):
         received = self.dispatched(hidden_states, top_k_index)
         y = self.multiply_received(first, received.tokens, received)
         y = self.multiply_received(last, self._activated(y), received)
-        if getattr(self, "has_post_expert_norm", False):  # not in all 5.x
+        if getattr(self, "has_post_expert_norm", False):  # missing in some 5.x versions
             y = self.post_expert_norm(y)
         return combine(y, received, top_k_weights).to(hidden_states.dtype)
 
     def _activated(self, y: Tensor) -> Tensor:
-        """Runs the activation between the two products, on [rows, gate and up] or [rows, up]."""
+        """Applies the activation between the products to [rows, gate and up] or [rows, up]."""
         gate: Any = type(self)._apply_gate
         name = activation_of(self.act_fn) if isinstance(getattr(self, "act_fn", None), nn.Module) else None
         if name is not None and not self.has_gate:
@@ -109,7 +104,7 @@ class TitanExperts(Experts):
         theirs: Any = base_named(other, TITAN_EXPERTS)
         if theirs is None:
             return False
-        # Their seam for other products: one that is taken is somebody else's.
+        # An overridden `_grouped_mm` computes other products, so such a class is skipped.
         return other.forward is theirs.forward and other._grouped_mm is theirs._grouped_mm
 
     @classmethod
@@ -119,7 +114,7 @@ class TitanExperts(Experts):
         return dict.fromkeys(cls.names), False
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        """Returns [tokens, dim] for rows that are sorted by expert, and how many each expert has."""
+        """Returns [tokens, dim] for rows sorted by expert and the number of rows of each expert."""
         offs = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
         x, dtype = x_RD.bfloat16(), torch.bfloat16
         gate, up = (self.multiply(name, x, offs, dtype) for name in ("w1_EFD", "w3_EFD"))
@@ -131,7 +126,7 @@ KINDS: tuple[type[Experts], ...] = (TransformersExperts, TitanExperts)
 
 
 def experts_kind(module: nn.Module) -> type[Experts] | None:
-    """Returns what `convert` makes of a module that holds experts; None for all others."""
+    """Returns the class that `convert` gives a module of experts; None for any other module."""
     if isinstance(module, Experts):
         return None
     return next((kind for kind in KINDS if kind.found_in(module) is not None), None)

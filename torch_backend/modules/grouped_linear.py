@@ -1,4 +1,4 @@
-"""`GroupedLinear`: one linear layer for each of several experts, over rows that are sorted by expert."""
+"""`GroupedLinear`: one linear layer per expert, over rows sorted by expert."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from .quantized_layer import QuantizedLayer, Weights
 
 
 class GroupedLinear(QuantizedLayer):
-    """y of expert e is x of expert e @ weight[e]^T + bias[e], with weight [experts, out, in] stored quantized as one tensor.
+    """Computes x of expert e @ weight[e]^T + bias[e] for each expert e; weight [experts, out, in] is one quantized tensor.
 
-    Each expert's rows are a tensor of their own: they have their own amaxes, and columnwise blocks begin at their first row. So
-    the results are those of one `Linear` for each expert. In formats with one scale per tensor the experts' weights share it.
+    Each expert's rows are quantized as a separate tensor: they have their own amaxes, and columnwise blocks start at their
+    first row. The results equal those of one `Linear` per expert. In formats with one scale per tensor the experts' weights
+    share it.
 
     Args:
-        experts: how many.
+        experts: number of experts.
         in_features, out_features: lengths.
         bias: whether there is a bias, [experts, out].
         recipe, device, dtype, weights, compute, keep_init: as for `Linear`.
@@ -57,21 +58,20 @@ class GroupedLinear(QuantizedLayer):
 
         Args:
             x: the rows of expert 0, then those of expert 1, and so on.
-            counts: how many rows each expert has, [experts]; zero is fine. A tensor on x's GPU stays there: nothing waits for
-                it, its numbers are not checked, and rows that it counts for no expert become zero. Where the experts are cut
-                over a tensor-parallel group, only this rank's count; where each of them is cut, the host reads a tensor. Or the
-                `Received` of `dispatch`, whose tokens, or values sorted as these are, x is then.
+            counts: number of rows of each expert, [experts]; may be zero. A tensor on x's GPU is not read back, so its values
+                aren't checked, and rows beyond their sum give zeros. If experts are divided over a tensor-parallel group, pass
+                this rank's counts; if each expert is sharded, the host reads the tensor. Or the `Received` of `dispatch`, with
+                its tokens, or values in their order, as x.
 
         Raises:
-            TypeError: a tensor of counts that aren't whole numbers.
-            ValueError: counts that are negative or no whole numbers, don't add up to the rows of x, or are not as many as
-                experts; a DTensor for experts that are cut over a group; rows that were dispatched by another recipe, or to
-                experts each of which is cut.
+            TypeError: a tensor of counts isn't of an integer dtype.
+            ValueError: counts are negative, not integers, don't add up to x's rows, or aren't one per expert; x is a DTensor
+                and experts are divided over a group; or rows were dispatched by another recipe, or to sharded experts.
         """
         if isinstance(counts, Received):
             return self._received(x, counts)
         if self.parallel is not None and self.parallel.style == "experts" and mesh_of(x) is not None:
-            # Each rank gets as many as it gets, of which no DTensor can be made.
+            # Ranks receive different numbers of rows, which no DTensor describes.
             raise ValueError("x: experts take the rows that were sent to this rank, got a DTensor: pass x.to_local()")
         experts = local_of(self.weight).shape[0]
         if x.ndim != 2:
@@ -101,7 +101,7 @@ class GroupedLinear(QuantizedLayer):
 
 
 def _ends(counts: Tensor, experts: int, x: Tensor) -> Tensor:
-    """The experts' ends from a tensor of counts, which stays on its device."""
+    """Returns the cumulative ends of experts' rows, on the counts' device."""
     if counts.is_floating_point() or counts.is_complex() or counts.dtype is torch.bool:
         raise TypeError(f"counts must be whole numbers, got {counts.dtype}")
     if tuple(counts.shape) != (experts,):

@@ -1,4 +1,4 @@
-"""The layers that `convert` can quantize where they stand, their new classes, and why others stay."""
+"""Decides which layers `convert` can quantize, derives their new classes, and explains why others are skipped."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ Kind = type[Linear] | type[TransposedLinear] | type[Experts]
 """The class that a layer becomes."""
 
 HOOKS_THAT_MAKE_WEIGHTS = ("WeightNorm", "SpectralNorm", "BasePruningMethod")
-"""Names of torch's hooks that compute a weight of other parameters before each forward."""
+"""Names of torch's hooks that compute a weight from other parameters before each forward."""
 
 ROUTERS = ("Router", "Gate", "Gating")
-"""Endings of the names of transformers' classes that choose experts."""
+"""Name endings of transformers' router classes."""
 
 
 def base_kind(layer: nn.Module) -> Kind | None:
-    """Returns blockfp's layer that multiplies as this one does; None where there is none.
+    """Returns blockfp's counterpart of a layer, or None; doesn't check whether the weight can be quantized.
 
-    That is `Linear` for `torch.nn.Linear` and its subclasses with its own forward, `TransposedLinear` for transformers'
-    `Conv1D`, likewise, and a class of `experts_kinds` for experts. Whether the weight can be quantized is not asked.
+    `Linear` for `torch.nn.Linear` and subclasses that use its forward, `TransposedLinear` likewise for transformers' `Conv1D`,
+    and a class of `experts_kinds` for experts.
     """
     if isinstance(layer, QuantizedLayer | NonDynamicallyQuantizableLinear):
         return None
@@ -47,17 +47,17 @@ def base_kind(layer: nn.Module) -> Kind | None:
 
 
 def adapter_layers(model: nn.Module) -> set[nn.Module]:
-    """Returns the layers of PEFT's adapters in a model, which are trained beside the weights that are quantized."""
+    """Returns the layers of PEFT's adapters, which are trained next to quantized weights."""
     adapted: list[Any] = [module for module in model.modules() if base_named(type(module), PEFT_LAYER)]
     held = (vars(module)["_modules"].get(name) for module in adapted for name in module.adapter_layer_names)
     return {layer for adapters in held if adapters is not None for layer in adapters.modules()}
 
 
 def router_modules(model: nn.Module) -> set[nn.Module]:
-    """Returns the modules by which a model of transformers or torchtitan chooses experts, and theirs, which stay as they are.
+    """Returns the router modules of a transformers or torchtitan model with their children, which are not quantized.
 
-    They are those that transformers records router logits of, as each model's class declares, and torchtitan's routers. A
-    choice that a rounded logit turns over is another expert, and costs more than the product saves.
+    They are the classes whose router logits a transformers model records, and torchtitan's routers. A rounded logit may choose
+    another expert, which costs more than a quantized product saves.
     """
     named: set[str] = set()
     for module in model.modules():
@@ -66,7 +66,7 @@ def router_modules(model: nn.Module) -> set[nn.Module]:
         for one in found if isinstance(found, list) else [found]:
             cls = getattr(one, "target_class", one)
             named.add(getattr(cls, "__name__", ""))
-    # A few declare the whole block, which returns the logits too.
+    # A few models declare the whole block, which also returns the logits.
     named = {name for name in named if name.endswith(ROUTERS)}
     routers = [
         module
@@ -77,20 +77,20 @@ def router_modules(model: nn.Module) -> set[nn.Module]:
 
 
 def weight_names(kind: Kind, layer: nn.Module) -> tuple[str, ...]:
-    """Returns the names of the parameters of a layer that its kind quantizes."""
+    """Returns the names of the parameters that a layer's kind quantizes."""
     found = kind.found_in(layer) if issubclass(kind, Experts) else None
     return ("weight",) if found is None else tuple(found[0])
 
 
 def quantized_names(module: nn.Module) -> tuple[str, ...]:
-    """Returns the names of the parameters of a converted module that are quantized; none of any other."""
+    """Returns the names of a converted module's quantized parameters; () for any other module."""
     if isinstance(module, Experts):
         return tuple(module.biases)
     return ("weight",) if isinstance(module, QuantizedLayer) else ()
 
 
 def bias_names(module: nn.Module) -> tuple[str | None, ...]:
-    """Returns the names of a module's biases, which may be of two axes where it has one for each expert."""
+    """Returns the names of a module's biases, which have two axes for experts."""
     if isinstance(module, Experts):
         return tuple(module.biases.values())
     if isinstance(module, QuantizedLayer | nn.Linear):
@@ -101,7 +101,7 @@ def bias_names(module: nn.Module) -> tuple[str | None, ...]:
 
 
 def why_not(module: nn.Module, param: Tensor) -> str:
-    """Returns why a parameter of a module without a `base_kind` stays as it is."""
+    """Returns the reason why a parameter of a module without a `base_kind` isn't quantized."""
     name = type(module).__name__
     if isinstance(module, NonDynamicallyQuantizableLinear | nn.MultiheadAttention):
         return "torch.nn.MultiheadAttention multiplies with its weights itself; bfp.MultiheadAttention has quantized ones"
@@ -120,11 +120,7 @@ ROUTER = "it chooses experts, and routers stay in high precision"
 
 
 def check_layer(path: str, layer: nn.Module, kind: Kind) -> None:
-    """Checks that a layer that has a kind can become it, with nothing of it lost.
-
-    Raises:
-        ValueError: it can't; the reason names the layer.
-    """
+    """Raises ValueError, naming the layer, if it can't become its kind without losing something."""
     where = f"{path!r}, a {type(layer).__name__}," if path else f"the {type(layer).__name__}"
     leave = "or leave the layer as it is with filter_fn="
     if parametrize.is_parametrized(layer):
@@ -193,7 +189,7 @@ def _own(cls: type, kind: Kind) -> set[str]:
 
 
 def quantized_class(cls: type[nn.Module], kind: Kind) -> type[QuantizedLayer] | type[Experts]:
-    """Returns the new class of a layer: the kind itself for torch's own, else a class derived from both, the kind first."""
+    """Returns a layer's new class: `Linear` itself for torch's, else one derived from the kind and the layer's class."""
     return Linear if cls is nn.Linear else _derived(cls, kind)
 
 
@@ -214,7 +210,7 @@ def _derived(cls: type[nn.Module], kind: Kind) -> type[QuantizedLayer] | type[Ex
 
 
 def _following(cls: Any, kind: Any) -> Any:
-    """Makes the forward of a derived class: the kind's, as long as a class has all that this does the work of."""
+    """Returns a derived class's forward: the kind's, or the class's own if one of its methods has been replaced since."""
     known = {name: getattr(cls, name) for name in (kind.seams if issubclass(kind, Experts) else ("forward",))}
 
     @functools.wraps(kind.forward)

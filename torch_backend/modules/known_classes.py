@@ -1,6 +1,6 @@
-"""Classes of other libraries, by their qualified names, and what `convert` makes of modules of them.
+"""Classes of other libraries by qualified name, and the fusions that `convert` applies to them.
 
-No library is imported for it: a module's class and its bases say their names.
+No library is imported for this; names come from a module's class and its bases.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch.nn.utils import parametrize
 
 @dataclass(frozen=True)
 class MLPParts:
-    """Names the parts of an MLP: it returns down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate.
+    """Names the parts of an MLP that returns down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate.
 
-    A value of `convert(.., fuse=)`, which checks it: it calls the class's `forward` on stand-ins that note what is done.
+    A value of `convert(.., fuse=)`, which verifies it by calling the class's `forward` on stand-ins that record its operations.
 
     Attributes:
-        up: the layer whose result is multiplied with the gate's; without a gate the one in front of the activation.
+        up: the layer whose output is multiplied with the gate's; without a gate, the layer before the activation.
         down: the last layer.
-        activation: the module that computes silu or gelu; or "silu", "gelu" or "gelu_tanh" (gelu's tanh approximation) where
+        activation: the module that computes silu or gelu; or "silu", "gelu" or "gelu_tanh" (gelu's tanh approximation) if
             `forward` calls the function of `torch.nn.functional`.
-        gate: the layer in front of the activation. The name of `up` once more where one layer makes both, the gate first.
+        gate: the layer before the activation. Equal to `up` if one layer computes both, the gate first.
     """
 
     up: str
@@ -38,10 +38,10 @@ class MLPParts:
 
 @dataclass(frozen=True, init=False)
 class SharedInput:
-    """Names layers that read one tensor, as a query, a key and a value projection do; they cast it once.
+    """Names layers that read one tensor, such as query, key and value projections; the tensor is cast once.
 
-    A value of `convert(.., fuse=)`, and a promise that nothing can check: between the first and the last of these calls nothing
-    writes into the tensor they are given, by whatever way.
+    A value of `convert(.., fuse=)`. You promise, since nothing can verify it, that nothing writes into the input tensor between
+    the first and the last of these layers' calls.
 
     Attributes:
         layers: their names.
@@ -60,7 +60,7 @@ Row = MLPParts | SharedInput
 
 
 class DoesNotFit(ValueError):
-    """A row isn't true of a module; the text says why."""
+    """A row doesn't describe a module; the message says why."""
 
 
 _MLPS: tuple[Row, ...] = (
@@ -97,16 +97,16 @@ KNOWN: dict[str, tuple[Row, ...]] = {
     "transformers_modules.": _MLPS,
     "torchtitan.models.": (*_MLPS, SharedInput("wq", "wk", "wv")),
 }
-"""Rows of the classes whose names begin so, for those that have all the parts that a row names.
+"""Rows for classes by prefix of their qualified names; a row applies if the class has all parts that it names.
 
-An MLP's row is checked as a user's is, so that a class with these parts which does something else stays as it is. A
-`SharedInput` holds by the sources of these libraries, in which no such class writes between two of the layers; of code that
-transformers downloads (`transformers_modules`) nothing is known.
+MLP rows are verified like a user's, so a class that computes something else is skipped. `SharedInput` rows rely on these
+libraries' sources, where no such class writes between the layers; code that transformers downloads (`transformers_modules`) is
+unknown.
 """
 
 CONV1D = "transformers.pytorch_utils.Conv1D"
 TRANSFORMERS_MOE = "transformers.integrations.moe"
-"""The file of the forward that transformers' decorator gives to classes of experts, and of the gate that most of them have."""
+"""File with the forward that transformers' decorator gives experts, and with their default gate."""
 TITAN_EXPERTS = "torchtitan.models.common.moe.GroupedExperts"
 TITAN_ROUTER = "torchtitan.models.common.moe.TokenChoiceTopKRouter"
 PEFT_LAYER = "peft.tuners.tuners_utils.BaseTunerLayer"
@@ -118,12 +118,12 @@ def name_of(cls: type) -> str:
 
 
 def base_named(cls: type, name: str) -> type | None:
-    """Returns the class of this qualified name that a class is, or is derived from; None where it is neither."""
+    """Returns the class, or base class, with this qualified name; None if there is none."""
     return next((base for base in cls.__mro__ if name_of(base) == name), None)
 
 
 def rows_of(cls: type[nn.Module]) -> tuple[Row, ...]:
-    """Returns the rows of the library's class whose forward this one has; none where that was replaced."""
+    """Returns the rows for the library class that defines this class's forward; () if the forward was replaced."""
     own = next(base for base in cls.__mro__ if "forward" in vars(base))
     name = name_of(own)
     rows = next((rows for place, rows in KNOWN.items() if name.startswith(place)), ())
@@ -131,7 +131,7 @@ def rows_of(cls: type[nn.Module]) -> tuple[Row, ...]:
 
 
 def check_own_forward(module: nn.Module) -> None:
-    """Raises DoesNotFit where a module is called, or its layers are found, in another way than its class says."""
+    """Raises DoesNotFit if a module has its own forward or parametrizations."""
     if "forward" in vars(module):
         raise DoesNotFit("it has a forward of its own, put into the module")
     if parametrize.is_parametrized(module):
@@ -142,12 +142,12 @@ def check_own_forward(module: nn.Module) -> None:
 
 
 class Derived:
-    """Base of classes that `convert` makes from another library's; they are pickled, and copied, by that.
+    """Base of the classes that `convert` derives from other libraries' classes; pickles and copies refer to those.
 
     Attributes:
-        made_of: the library's class, which the made one is derived from, too.
-        rebuild: a function that makes an empty module of what stands in `rebuilt_from`.
-        rebuilt_from: its arguments. Another version of the library may have another forward, which is then what is meant.
+        made_of: the library's class, which is also a base.
+        rebuild: a function that creates an empty module from `rebuilt_from`.
+        rebuilt_from: its arguments. Another version of the library may have another forward, which is then used.
     """
 
     made_of: type[nn.Module]
@@ -156,13 +156,13 @@ class Derived:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if "made_of" not in vars(type(self)):
-            # FSDP2 derives a class from this one, and others may.
+            # FSDP2 and others derive classes from this one.
             return super().__reduce_ex__(protocol)  # pyright: ignore[reportReturnType]
         return self.rebuild, self.rebuilt_from, self.__getstate__()
 
 
 def derive(made_of: type[nn.Module], prefix: str, bases: tuple[type, ...], **members: Any) -> Any:
-    """Makes a class of these bases and a library's class, named after that."""
+    """Creates a class derived from `bases` and a library's class, and named after the latter."""
     members = {"rebuilt_from": (made_of,)} | members | {"made_of": made_of, "__module__": made_of.__module__}
     return type(f"{prefix}{made_of.__name__}", (*bases, made_of), members)
 
@@ -171,10 +171,7 @@ def derive(made_of: type[nn.Module], prefix: str, bases: tuple[type, ...], **mem
 
 
 def forward_of(cls: type[nn.Module]) -> Any:
-    """Returns the forward that a library's class came with; None where another function stands in its place, or around it.
-
-    The library's own decorators may stand around it.
-    """
+    """Returns the forward that a library's class came with, including its own decorators; None if it was replaced."""
     forward: Any = cls.forward
     library = cls.__module__.partition(".")[0]
     own = inspect.unwrap(forward, stop=lambda function: module_of(function).partition(".")[0] != library)
@@ -182,18 +179,18 @@ def forward_of(cls: type[nn.Module]) -> Any:
 
 
 def module_of(function: Any) -> str:
-    """Returns the name of the module whose file a function stands in, which wrappers don't take over as they do its name."""
+    """Returns the name of the module that defines a function; unlike `__module__`, wrappers don't copy it."""
     return getattr(function, "__globals__", {}).get("__name__", "")
 
 
 LINEAR, SEQUENTIAL = forward_of(nn.Linear), forward_of(nn.Sequential)
 GELU, SILU = forward_of(nn.GELU), forward_of(nn.SiLU)
 FUNCTIONS = F.gelu, F.silu
-"""torch's functions that these call, as they were."""
+"""torch's activation functions at import, before anyone patches them."""
 
 
 def watched(module: nn.Module) -> bool:
-    """Says whether a call of a module is seen by hooks, its own or those of all modules, or has a forward put into it."""
+    """Returns whether hooks (the module's or global ones) or an assigned forward observe a module's calls."""
     own = (
         *(module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks),
         *(hooks_of_all._global_forward_hooks, hooks_of_all._global_forward_pre_hooks),

@@ -1,4 +1,4 @@
-"""`Linear`: torch's linear layer, with quantized products."""
+"""`Linear`: torch's linear layer with quantized products."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class Linear(QuantizedLayer, nn.Linear):
-    """x @ weight^T + bias, with weight [out, in] stored quantized and all three products as a recipe says (`linear`).
+    """Computes x @ weight^T + bias with a quantized weight [out, in]; a recipe defines all three products (`linear`).
 
-    It is a `torch.nn.Linear`, so whatever looks for those finds it. What then multiplies with `weight` itself, and not by
-    calling the layer, gets an error: no product of it is unquantized unsaid.
+    It is a `torch.nn.Linear`, so code that looks for those finds it. Code that multiplies with `weight` directly, instead of
+    calling the layer, gets an error, so no product is silently unquantized.
 
     Args:
         in_features, out_features: lengths.
@@ -29,14 +29,14 @@ class Linear(QuantizedLayer, nn.Linear):
         recipe: a `Recipe` or its name.
         device, dtype: of the parameters; the dtype is the weight's nominal one.
         weights, compute, keep_init: see `QuantizedLayer`.
-        tp_mesh, style, sequence_parallel: cut it over a tensor-parallel mesh, as `parallelize` does.
+        tp_mesh, style, sequence_parallel: shard it over a tensor-parallel mesh, as `parallelize` does.
 
-    Delayed scaling keeps `input_amax_history`, `input_scale`, `gradient_amax_history` and `gradient_scale` in buffers, which
-    follow each step of an optimizer. Stochastic rounding keeps `rng_key` and `step`, which the first
-    backward of each forward moves on.
+    Delayed scaling keeps the buffers `input_amax_history`, `input_scale`, `gradient_amax_history` and `gradient_scale`, updated
+    after each optimizer step. Stochastic rounding keeps `rng_key` and `step`, which the first backward of each forward
+    advances.
 
     Raises:
-        TypeError, ValueError: a recipe that isn't one, or that a linear layer can't run.
+        TypeError, ValueError: the recipe is invalid, or a linear layer can't run it.
 
     Example:
         >>> layer = Linear(1024, 4096, recipe="mxfp8", dtype=torch.bfloat16)
@@ -76,7 +76,7 @@ class Linear(QuantizedLayer, nn.Linear):
         compute: Compute = "quantized",
         keep_init: bool = True,
     ) -> Linear:
-        """Makes a layer with the values of torch's, which keeps its bias parameter; on its device, meta too."""
+        """Returns a layer with the values of a torch layer, sharing its bias parameter; on its device, meta too."""
         lengths = linear.in_features, linear.out_features
         like: Any = {"device": "meta", "dtype": linear.weight.dtype}
         made = cls(*lengths, False, recipe=recipe, weights=weights, compute=compute, keep_init=keep_init, **like)
@@ -92,20 +92,20 @@ class Linear(QuantizedLayer, nn.Linear):
         return f"in_features={self.in_features}, out_features={self.out_features}, {super().extra_repr()}"
 
 
-# ---- a weight of [in, out]
+# ---- weights stored as [in, out]
 
 
 class TransposedLinear(QuantizedLayer):
-    """x @ weight + bias, with weight [in, out] stored quantized: bit for bit the `Linear` of the transposed weight.
+    """Computes x @ weight + bias with a quantized weight [in, out]; bit for bit the `Linear` of the transposed weight.
 
-    What `convert` makes of a `Conv1D`. The parameter keeps that layer's shape, so plain values load and save as they are, and
-    nobody has to guess which way round a square matrix lies. Each product takes an exact transposed copy of the codes.
+    `convert` makes it from a `Conv1D`. The parameter keeps the shape of that layer's, so plain values load and save unchanged
+    and a square matrix isn't ambiguous. Each product uses an exact transposed copy of the codes.
 
     Args:
         in_features, out_features, bias, recipe, device, dtype, weights, compute, keep_init: as for `Linear`.
 
     Raises:
-        ValueError: the recipe stores weights in a format whose transpose isn't exact (1-D blocks).
+        ValueError: the recipe stores weights in a format without an exact transpose (1-D blocks).
     """
 
     transposed: ClassVar[bool] = True
@@ -142,7 +142,7 @@ class TransposedLinear(QuantizedLayer):
         compute: Compute = "quantized",
         keep_init: bool = True,
     ) -> TransposedLinear:
-        """Makes a layer with the values of a `Conv1D`, which keeps its bias parameter; on its device, meta too."""
+        """Returns a layer with the values of a `Conv1D`, sharing its bias parameter; on its device, meta too."""
         weight = layer.get_parameter("weight")
         like: Any = {"device": "meta", "dtype": weight.dtype}
         made = cls(*weight.shape, bias=False, recipe=recipe, weights=weights, compute=compute, keep_init=keep_init, **like)
@@ -150,7 +150,7 @@ class TransposedLinear(QuantizedLayer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws a normal weight of standard deviation 0.02, as `Conv1D` does, a bias of zeros, and resets the buffers."""
+        """Draws a normal weight of standard deviation 0.02 and a zero bias, as `Conv1D` does, and resets the buffers."""
         self.draw(lambda values: values.normal_(std=0.02), lambda values: values.zero_())
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""`parallelize`: a module on a tensor-parallel group, each of its layers cut as what holds it needs."""
+"""`parallelize`: shards a module over a tensor-parallel group, each layer as its parent requires."""
 
 from __future__ import annotations
 
@@ -41,49 +41,50 @@ def parallelize(
     reduce_format: Format | str | None = None,
     splits: int | None = None,
 ) -> Module:
-    """Cuts the weights of a module over a tensor-parallel mesh, in place, and makes its layers work together on it.
+    """Shards a module's weights over a tensor-parallel mesh, in place, so that its layers compute together.
 
-    Every rank must hold the same whole weights, or be on the meta device. Then `fully_shard` it on the other axes of the mesh,
-    and build the optimizer.
+    Every rank must hold the same whole weights, or be on the meta device. Afterwards call `fully_shard` on the other axes of
+    the mesh, and build the optimizer.
 
     | module | weights | styles |
     |---|---|---|
-    | `Linear` | column: rows cut; row: columns cut | "column", "row" |
-    | `GroupedLinear` | the same of every expert; experts: each rank has some | "column", "row", "experts" |
-    | experts that `convert` has made | each rank has some; transformers' send their tokens, as `dispatch` does | "experts" |
+    | `Linear` | column: rows sharded; row: columns sharded | "column", "row" |
+    | `GroupedLinear` | the same for every expert; experts: each rank has some | "column", "row", "experts" |
+    | experts made by `convert` | each rank has some; transformers' send their tokens, as `dispatch` does | "experts" |
     | `LayerNormLinear` | column; norm replicated | |
     | `LayerNormMLP` | up column, down row | |
-    | `MultiheadAttention` | heads cut: qkv column, out row | |
-    | `TransformerLayer` | those of its attention and of its MLP; norm replicated | |
+    | `MultiheadAttention` | heads sharded: qkv column, out row | |
+    | `TransformerLayer` | its attention and MLP as above; norm replicated | |
     | `torch.nn.LayerNorm`, `torch.nn.RMSNorm` | replicated | |
-    | any other | these inside it, and the layers that `style` names | {"*.attention.qkv": "column", ..} |
+    | any other | modules above inside it, and layers named by `style` | {"*.attention.qkv": "column", ..} |
 
-    A column's output and a row's input are cut along the last axis. With sequence parallelism a column's input and a row's
-    output, and what norms act on, are cut along the tokens: codes and scales are gathered, and terms reduce-scattered.
+    A column layer's output and a row layer's input are sharded along the last axis. With sequence parallelism, a column layer's
+    input, a row layer's output and norms' inputs are sharded along the tokens: codes and scales are gathered, and terms
+    reduce-scattered.
 
     Args:
-        module: what to cut.
-        tp_mesh: a mesh of one axis, of any name; an axis of a larger mesh for `fully_shard` on the others.
-        style: of a layer, or for a model a mapping from patterns of layers' paths to styles.
-        sequence_parallel: whether tokens are cut outside of the pairs of column and row.
-        sequence_dim: their axis, -2 of [batch, tokens, features] or 0 of [tokens, batch, features].
-        reduce_format: a format in which the terms of reduce-scatters travel, see `blockfp.sharding.reducing`; None sends them
-            in their own dtype.
-        splits: in how many pieces, on all ranks together, what ranks cut is computed, each by itself: a power of two that the
-            ranks divide. Every mesh whose ranks divide it then gives the same bits (`Reproducible`). None computes what a rank
-            has at once, as fast as it can.
+        module: the module to shard.
+        tp_mesh: a mesh of one axis with any name; an axis of a larger mesh if `fully_shard` uses the others.
+        style: a layer's style, or for a model a mapping from patterns of layers' paths to styles.
+        sequence_parallel: shard tokens outside of column and row pairs.
+        sequence_dim: the token axis, -2 for [batch, tokens, features] or 0 for [tokens, batch, features].
+        reduce_format: format in which terms of reduce-scatters are sent, see `blockfp.sharding.reducing`; None for their own
+            dtype.
+        splits: number of pieces, over all ranks, in which the sharded axes are computed separately: a power of two divisible by
+            the number of ranks. Every such number of ranks then gives the same bits (`Reproducible`). None computes a rank's
+            share at once, which is fastest.
 
     Returns:
         The module.
 
     Raises:
-        TypeError: module is no module, tp_mesh no mesh, or style no style.
-        ValueError: a mesh of more axes, a missing or unfit style, a pattern that fits nothing, a module with nothing to cut,
-            heads that the ranks don't divide, another sequence_dim, attention with its tokens on axis 0, a weight that is cut
-            already, that layers of two styles share, or that a module has too which stays as it is; with sequence parallelism
-            a class derived from torch's norms, or experts alone, whose tokens are sent to them; splits that the ranks, the
-            heads or a layer's blocks don't divide, of experts, of layers in a mapping, or beside sequence parallelism. The
-            module is as it was then.
+        TypeError: module is not a module, tp_mesh not a mesh, or style not a style or mapping.
+        ValueError: the mesh has more axes; a style is missing or unsuitable; a pattern matches nothing; there is nothing to
+            shard; ranks don't divide the heads; sequence_dim is invalid, or 0 with attention; a weight is sharded already,
+            shared by layers of two styles, or shared with an unsharded module; sequence parallelism is used with a class
+            derived from torch's norms, or on experts alone, which receive dispatched tokens; or splits don't fit the ranks,
+            heads or a layer's blocks, or are used with experts, a mapping of styles or sequence parallelism. The module is
+            unchanged.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -120,16 +121,16 @@ def parallelize(
 
 
 def _own_styles_and_norms(module: nn.Module, cutter: Cutter) -> Styles | None:
-    """Returns `_own_styles`, and None of further norms, which a derived class may have of its own.
+    """Returns `_own_styles` plus None for any further norms, which a derived class may add.
 
-    They are found here for all that is inside, so `_own_styles` asks itself alone of a TransformerLayer's parts.
+    This searches the whole module, so `_own_styles` recurses only into itself.
     """
     own = _own_styles(module, cutter)
     return None if own is None else {norm: None for norm in module.modules() if type(norm) in SHARED_NORMS} | own
 
 
 def _own_styles(module: nn.Module, cutter: Cutter) -> Styles | None:
-    """Returns the styles of a module that has its own; None for any other."""
+    """Returns the styles of a module that defines its own; None for any other."""
     if isinstance(module, TransformerLayer):
         attention, mlp = (_own_styles(part, cutter) for part in (module.attention, module.mlp))
         if attention is None or mlp is None:
@@ -158,7 +159,7 @@ def _own_styles(module: nn.Module, cutter: Cutter) -> Styles | None:
 
 
 def _styles_inside(module: nn.Module, styles: Mapping[str, Style], cutter: Cutter) -> Styles:
-    """Returns the styles of the modules inside another: of those that have their own, and of layers that the patterns name."""
+    """Returns the styles of modules inside another: those that define their own, and layers named by patterns."""
     patterns = {pattern: re.compile(translate(pattern)) for pattern in styles}
     unused, taken = set(patterns), []
     found: Styles = {}
@@ -185,12 +186,12 @@ def _styles_inside(module: nn.Module, styles: Mapping[str, Style], cutter: Cutte
 
 
 def _check_what_stays(model: nn.Module, styles: Styles, cutter: Cutter) -> None:
-    """Checks that the modules that aren't cut go on working beside those that are."""
+    """Raises ValueError if an unsharded module would not work next to the sharded ones."""
     cut = {parameter for module in styles for parameter in module.parameters(recurse=False)}
     for path, module in model.named_modules():
         if module in styles:
             continue
-        # torch may have cut it: then those that are cut take its DTensors.
+        # If torch has sharded it, the layers that share it use torch's DTensor.
         whole = {name: param for name, param in module.named_parameters(recurse=False) if mesh_of(param) is None}
         for name, parameter in whole.items():
             if parameter in cut:

@@ -1,4 +1,4 @@
-"""The base of the layers: a weight that is stored, initialized and loaded, and the buffers that a recipe needs."""
+"""`QuantizedLayer`: base of layers with one quantized weight, its initialization, loading and products."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Weights = Literal["quantized", "high_precision"]
 
 
 class LayerOptions(TypedDict):
-    """The keywords that all layers have, as one hands them on to another; see `Linear` and `QuantizedLayer`."""
+    """Keywords common to all layers, for passing them on; see `Linear` and `QuantizedLayer`."""
 
     recipe: Recipe | str
     device: torch.device | str | None
@@ -40,14 +40,14 @@ class LayerOptions(TypedDict):
 
 
 class QuantizedLayer(InParts, StatefulLayer):
-    """A layer with one weight [.., out, in] and maybe a bias, a recipe, and the recipe's state in buffers.
+    """A layer with one weight [.., out, in], an optional bias, a recipe, and the recipe's state in buffers.
 
     Attributes:
-        weights: "quantized": the weight is stored as codes and scales. "high_precision": as values, quantized at use, or by
-            FSDP2 on the shard before each gather.
-        keep_init: whether original values are kept, on the CPU, until an optimizer takes them as its master weights.
-        transposed: whether the weight lies [in, out] instead.
-        made_of: the class that `convert` has derived this layer's from; or None.
+        weights: "quantized" stores the weight as codes and scales. "high_precision" stores values, which are quantized at use,
+            or by FSDP2 on the shard before each gather.
+        keep_init: keep original values, on the CPU, until an optimizer takes them as its masters.
+        transposed: whether the weight is stored as [in, out].
+        made_of: the class from which `convert` derived this layer's, or None.
     """
 
     transposed: ClassVar[bool] = False
@@ -63,7 +63,7 @@ class QuantizedLayer(InParts, StatefulLayer):
         self.register_hooks()
 
     def register_hooks(self) -> None:
-        """Makes state dicts show and take the weight as codes, and take values for it."""
+        """Registers the hooks that show the weight as parts in state dicts and load values into it."""
         keep_in_parts(self)
         self.announce()
 
@@ -71,7 +71,7 @@ class QuantizedLayer(InParts, StatefulLayer):
         if name == "weight":
             self.note_weight(value)
             if self._parameters.get(name) is not None and isinstance(value, nn.Parameter) and value.is_leaf:
-                # FSDP2 does it four times a step, and itself so with a module that has torch's __setattr__.
+                # FSDP2 sets it four times a step, and bypasses torch's __setattr__ for plain modules in the same way.
                 self._parameters[name] = value
                 return
         super().__setattr__(name, value)
@@ -84,10 +84,9 @@ class QuantizedLayer(InParts, StatefulLayer):
     def make_parameters(
         self, shape: tuple[int, ...], bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
-        """Makes weight, bias and buffers, and fills them: weight of `shape` [.., out, in], bias [.., out].
+        """Allocates and initializes the weight of `shape` [.., out, in], the bias [.., out] and buffers.
 
-        Raises:
-            ValueError: a negative length.
+        Raises ValueError for a negative length.
         """
         lengths = shape if self.transposed else reversed(shape)
         for name, length in zip(("in_features", "out_features"), lengths, strict=False):
@@ -104,11 +103,11 @@ class QuantizedLayer(InParts, StatefulLayer):
         self.reset_parameters()
 
     def set_weight(self, values: Tensor, *, requires_grad: bool = True) -> None:
-        """Makes the weight parameter of these values; on the meta device, of their shape."""
+        """Sets the weight parameter to these values, or on the meta device to their shape."""
         self.weight = made_weight(values, self.recipe.weight.format, self.weights, self.keep_init, requires_grad=requires_grad)
 
     def take_values(self, layer: nn.Module) -> Self:
-        """Takes over weight, bias (the same parameter) and mode of a layer that isn't quantized, and returns itself."""
+        """Takes the weight, the bias parameter and the training mode of an unquantized layer; returns self."""
         weight = layer.get_parameter("weight")
         self.set_weight(weight, requires_grad=weight.requires_grad)
         self.bias = layer.bias  # pyright: ignore[reportAttributeAccessIssue]
@@ -117,11 +116,9 @@ class QuantizedLayer(InParts, StatefulLayer):
         return self.train(layer.training)
 
     def multiply(self, x: Tensor, counts: Sequence[int] | None = None, offs: Tensor | None = None) -> Tensor:
-        """Runs `linear` on x and this layer's parameters, as they lie.
+        """Returns `linear` of x and this layer's parameters.
 
-        Raises:
-            TypeError: x is no tensor.
-            ValueError: a DTensor for a layer that isn't cut, or cut over another mesh.
+        Raises TypeError if x is not a tensor, and ValueError for a DTensor unless the layer is sharded over its mesh.
         """
         plain = type(x) is Tensor
         if not plain and not isinstance(x, Tensor):
@@ -129,7 +126,7 @@ class QuantizedLayer(InParts, StatefulLayer):
                 x, torch.fx.Proxy
             )
             raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}{leaf}")
-        # As attributes of a module, parameters cost a Python call each. Parametrizations put others in their place.
+        # Attribute access costs a Python call per parameter. Parametrizations replace the entries.
         own: Any = self._parameters
         weight = own["weight"] if "weight" in own else self.weight  # noqa: SIM401
         bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401
@@ -146,15 +143,15 @@ class QuantizedLayer(InParts, StatefulLayer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws new values as `torch.nn.Linear` does, and resets the buffers; of sharded parameters too.
+        """Draws new values as `torch.nn.Linear` does, and resets the buffers.
 
-        Every rank draws the whole weight and keeps its rows, so ranks that are seeded alike get what one rank alone would.
+        Every rank draws the whole weight and keeps its rows, so equally seeded ranks get the weight of a single rank.
         """
         bound = 1 / math.sqrt(self.weight.shape[-1]) if self.weight.shape[-1] else 0.0
         self.draw(*[lambda values: values.uniform_(-bound, bound)] * 2)
 
     def draw(self, weight: Callable[[Tensor], Tensor], bias: Callable[[Tensor], Tensor]) -> None:
-        """Fills the parameters, each by a function that is given the whole one to write into, and resets the buffers."""
+        """Fills the whole weight and bias by one function each, and resets the buffers."""
         for param, function in ((self.weight, weight), (self.bias, bias)):
             if param is not None:
                 values = torch.empty(param.shape, dtype=param.dtype, device=sharding.local_of(param).device)
@@ -168,7 +165,7 @@ class QuantizedLayer(InParts, StatefulLayer):
 
 
 def check_weights(weights: Weights) -> None:
-    """Raises ValueError unless it says how a layer keeps its weights."""
+    """Raises ValueError for an unknown way of storing weights."""
     if weights not in get_args(Weights):
         raise ValueError(f"weights must be one of {get_args(Weights)}, got {weights!r}")
 
@@ -176,7 +173,7 @@ def check_weights(weights: Weights) -> None:
 def made_weight(
     values: Tensor, format: Format | None, weights: Weights, keep_init: bool, *, requires_grad: bool = True
 ) -> nn.Parameter:
-    """Makes the weight parameter of these values; on the meta device, of their shape."""
+    """Returns a weight parameter with these values, or on the meta device with their shape."""
     values = values.detach()
     if format is None:
         weight = values
@@ -190,7 +187,7 @@ def made_weight(
 
 
 def fill(param: Tensor, values: Tensor, *, keep_init: bool) -> None:
-    """Writes the values of a whole parameter into it, or into this rank's part of it."""
+    """Writes a whole parameter's values into it, or this rank's shard of them."""
     local = sharding.local_of(param)
     if local.is_meta:
         return
@@ -202,13 +199,10 @@ def fill(param: Tensor, values: Tensor, *, keep_init: bool) -> None:
 
 @contextmanager
 def moving(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Gives what torch's `Module._apply` is to be called with instead of `fn`; weights that stay as they are are put away.
+    """Wraps `fn` for torch's `Module._apply`, and hides weights that it wouldn't change.
 
-    torch puts what `fn` returns in a weight's place even where that is the weight itself, and can't as long as a result waits
-    for its backward: trainers call `model.to(device)` for models that are there already.
-
-    Raises:
-        RuntimeError: a weight would change while a result waits for its backward.
+    torch swaps a weight even for itself, which fails while a result waits for its backward; trainers call `model.to(device)` on
+    models already there. Raises RuntimeError if a weight would change in that state.
     """
     stay: dict[str, nn.Parameter | None] = {}
     applied: dict[int, Tensor] = {}
@@ -236,10 +230,9 @@ def moving(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> Iterator[Callab
 
 
 def moved(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """Applies `fn` of `Module._apply` to a tensor; a cast of a quantized weight is one of its nominal dtype alone.
+    """Applies `Module._apply`'s `fn` to a tensor; a cast of a quantized weight only changes its nominal dtype.
 
-    Raises:
-        TypeError: the dtype of a weight, quantized now or later, would be none that can be quantized.
+    Raises TypeError for a dtype that can't be quantized.
     """
     local = sharding.local_of(tensor)
     if isinstance(local, QuantizedTensor | CastWeight):

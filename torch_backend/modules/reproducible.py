@@ -1,4 +1,4 @@
-"""`Reproducible`: a backward over a batch whose losses and gradients are the same bits on every mesh."""
+"""`Reproducible`: losses and gradients of a batch with the same bits on every mesh."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ if TYPE_CHECKING:
 
 
 class Reproducible:
-    """Runs the units of a batch so that losses and gradients don't depend on the number of ranks, to the bit.
+    """Runs a batch in units so that losses and gradients don't depend on the number of ranks, to the bit.
 
-    A batch is divided into units, each a forward and a backward by itself: a sequence, or a few. Units are numbered over all
-    ranks, and a rank runs as many as any other, one behind the other. Losses, and gradients in float32, are added in a fixed
-    binary tree over these numbers. The random bits of stochastic rounding are those of the unit. So meshes whose data-parallel
-    ranks divide the units give the same bits, also one after another, by way of a checkpoint. Tensor parallelism is part of
-    that with `parallelize(.., splits=)`; the same splits then, on a mesh of one rank too.
+    A unit is one sequence or a few, with a forward and a backward of its own. Units are numbered over all ranks; each rank runs
+    an equal number of consecutive ones. Losses, and gradients in float32, are added in a fixed binary tree over the unit
+    numbers. Random bits of stochastic rounding depend on the unit. So all meshes whose data-parallel ranks divide the units
+    give the same bits, even if a run moves between them through a checkpoint. For tensor parallelism use `parallelize(..,
+    splits=)`, with the same splits everywhere, also on a mesh of one rank.
 
-    Everything else has to be the same: the device, the versions, the number of threads, and on a GPU
+    Everything else must be equal: the device, versions, number of threads, and on a GPU
     `torch.use_deterministic_algorithms(True)` and, for compiled layers, the environment's `TORCHINDUCTOR_DETERMINISTIC=1`.
 
     Args:
-        model: after `parallelize` and `fully_shard`, or neither. Only `backward` makes gradients of it from then on.
-        units: how many a batch has, on all ranks together: the ranks times a power of two.
-        mesh: the one axis that `fully_shard` got; None for a model that isn't sharded.
+        model: after `parallelize` and `fully_shard`, or neither. From then on only `backward` may compute its gradients.
+        units: number of units in a batch, over all ranks: the ranks times a power of two.
+        mesh: the one-axis mesh passed to `fully_shard`; None for an unsharded model.
 
     Attributes:
-        own: the numbers of this rank's units.
+        own: this rank's unit numbers.
 
     Raises:
-        TypeError: a model or a mesh that is none.
-        ValueError: units that don't fit; delayed scaling, batch norms, DistributedDataParallel, HSDP, experts on several ranks;
-            layers that are cut without splits, or by other libraries; parameters that the mesh doesn't shard; a reduce-scatter
-            of another kind.
+        TypeError: model is not a module, or mesh not a mesh.
+        ValueError: units don't fit the ranks; the model has delayed scaling, batch norms, DistributedDataParallel, HSDP,
+            experts on several ranks, layers sharded without splits or by other libraries, parameters not sharded over the mesh,
+            or another custom reduce-scatter.
 
     Example:
         >>> layer = torch.nn.Linear(2, 1, bias=False)
@@ -78,7 +78,7 @@ class Reproducible:
             layer.keyed_by_unit = True
 
     def _attach(self) -> list[tuple[Any, UnitReduction]]:
-        """Makes the gradients of each FSDP module come to a reduction of its own."""
+        """Sets a `UnitReduction` as each FSDP module's reduce-scatter."""
         if not dist.is_available():
             return []
         from torch.distributed.fsdp import FSDPModule
@@ -97,28 +97,28 @@ class Reproducible:
         return pairs
 
     def backward(self, loss_of: Callable[[int], Tensor]) -> Tensor:
-        """Runs this rank's units, each forward and backward, and leaves the gradients of the units' mean loss in `.grad`.
+        """Runs this rank's units, forward and backward, and leaves the gradients of the units' mean loss in `.grad`.
 
-        Gradients that are there already are added to. Clip with `clip_grad_norm_` of this package.
+        Existing gradients are added to. Clip with this package's `clip_grad_norm_`.
 
         Args:
-            loss_of: the loss of a unit, of shape (), from its number. It must give what its number alone decides: it may draw
-                nothing from torch's random generator (dropout), which is in another state on other meshes.
+            loss_of: returns the loss, of shape (), of a unit number. The loss may depend only on the number: torch's random
+                generator (dropout) has another state on other meshes.
 
         Returns:
             The mean of all ranks' losses, float32 ().
 
         Raises:
-            TypeError: a loss that is no tensor.
-            ValueError: one of another shape; a layer has got delayed scaling meanwhile.
-            RuntimeError: a unit drew random numbers, or gave gradients of other parameters than the first, or a module with
-                parameters of its own in FSDP2 took part in some units, or twice in one.
+            TypeError: the loss is not a tensor.
+            ValueError: the loss has another shape, or a layer has got delayed scaling since.
+            RuntimeError: a unit drew random numbers or gave gradients of other parameters than the first, or an FSDP2 module
+                with parameters of its own took part in some units only, or twice in one.
         """
         if any(layer.linear_recipe.delayed is not None for layer in self._stateful):
-            _check_modules(self.model)  # set_recipe came in between
+            _check_modules(self.model)  # set_recipe changed it
         progress = self._progress
         for module, reduction in self._reductions:
-            # So that the parameters are the shards, which have the gradients.
+            # Gradients belong to the shards, so parameters must be sharded.
             module.reshard()
             reduction.begin()
         parameters = dict(self.model.named_parameters())
@@ -160,7 +160,7 @@ class Reproducible:
     def _collect(
         self, parameters: dict[str, nn.Parameter], unit: int, names: set[str] | None, trees: dict[str, TreeSum]
     ) -> set[str]:
-        """Adds the gradients that FSDP2 doesn't, and lets go of all but the last unit's."""
+        """Adds gradients that FSDP2 doesn't reduce, and drops all but the last unit's."""
         found = {name for name, parameter in parameters.items() if parameter.grad is not None}
         if names is not None and found != names:
             raise RuntimeError(
@@ -178,17 +178,17 @@ class Reproducible:
 
     @contextmanager
     def _keys(self) -> Iterator[Callable[[int], None]]:
-        """Gives a function that sets the keys of stochastic rounding to those of one of this rank's units.
+        """Yields a function that sets stochastic rounding's keys to those of one of this rank's units.
 
-        After it the keys are what they were, and each layer's step is what one unit makes of it.
+        Afterwards the keys are restored, and each layer's step has advanced as after one unit.
         """
-        # Asked each time: `set_recipe` makes and removes keys.
+        # Looked up each time, since `set_recipe` adds and removes keys.
         layers = [layer for layer in self._stateful if layer.rng_key is not None]
         if not layers:
             yield lambda index: None
             return
         keys, steps = ([getattr(layer, name) for layer in layers] for name in ("rng_key", "step"))
-        # Words as int32, whose bits are those of the uint32 ones.
+        # int32 words with the bits of the uint32 ones.
         kept, first = torch.stack([key.detach() for key in keys]), [step.clone() for step in steps]
         words = kept.to(torch.int32)
         units = torch.arange(self.own[0], self.own[-1] + 1, dtype=torch.int32, device=words.device)[:, None]
@@ -219,7 +219,7 @@ def _power(number: int) -> bool:
 
 
 def _place(mesh: DeviceMesh | None) -> tuple[int, int]:
-    """Returns how many ranks a mesh has, and this rank's number."""
+    """Returns the number of ranks of a mesh, and this rank's index."""
     if mesh is None:
         return 1, 0
     from torch.distributed.device_mesh import DeviceMesh
@@ -252,9 +252,9 @@ def _check_modules(model: nn.Module) -> None:
 
 
 def _check_parameters(model: nn.Module, mesh: DeviceMesh | None) -> None:
-    """Raises ValueError unless parameters are sharded over the mesh, and cut over nothing else but by `parallelize`."""
+    """Raises ValueError unless trained parameters are sharded over the mesh, and otherwise only by `parallelize`."""
     own = None if mesh is None else dist.get_process_group_ranks(mesh.get_group())
-    # The group over which `parallelize` has cut or replicated a parameter.
+    # The group over which `parallelize` has sharded or replicated a parameter.
     cut: dict[Tensor, str] = {}
     for module in model.modules():
         by = module if isinstance(module, SharedNorm) else getattr(module, "parallel", None)
@@ -286,7 +286,7 @@ def _check_loss(loss: object) -> None:
 
 
 def _random_states() -> list[Tensor]:
-    """The states of torch's generators, on the CPU and on the GPU in use."""
+    """Returns the states of torch's CPU generator and of the current GPU's."""
     states = [torch.get_rng_state()]
     return [*states, torch.cuda.get_rng_state()] if torch.cuda.is_available() and torch.cuda.is_initialized() else states
 

@@ -1,4 +1,4 @@
-"""`sensitivity`: what each linear layer loses by each recipe, measured one by one, and a plan made of it."""
+"""`sensitivity`: measures the loss of each linear layer under each recipe, one at a time."""
 
 from __future__ import annotations
 
@@ -40,32 +40,32 @@ def sensitivity(
     loss: Loss | None = None,
     filter_fn: Callable[[str, nn.Module], bool] | None = None,
 ) -> Sensitivity:
-    """Measures what each linear layer of a model loses by each recipe.
+    """Measures how each recipe affects each linear layer of a model.
 
-    For each layer and recipe the loss is computed with *that layer alone quantized*, and all others in high precision. The SQNR
-    of its input, its weight and, where there is a loss, the gradient of its output are those of the unquantized model, as the
-    recipe casts them for forward and dgrad. Layers are those that `convert` makes a `Linear`, and those that are one already.
-    Values of a quantized weight are the originals that it keeps, or what its codes stand for; codes in a recipe's own format
-    are taken as they are. Delayed scaling is measured with current scales, and stochastic rounding with one key.
+    For each layer and recipe the loss is computed with *that layer alone quantized* and all others in high precision. The SQNRs
+    of its input, weight and (with a loss) output gradient are measured in the unquantized model, with the recipe's casts for
+    forward and dgrad. Measured layers are `Linear` layers, and those that `convert` would make into one. A quantized weight is
+    represented by its original values if kept, else dequantized; codes already in a recipe's format are used directly. Delayed
+    scaling is measured with current scales, and stochastic rounding with one fixed key.
 
-    The model runs in evaluation mode, eagerly, and from the same state of torch's generators for each batch, so that results
-    repeat. It is left as it was, also where something raises: parameters, gradients, buffers, hooks, modes, generators.
+    The model runs eagerly in evaluation mode, with torch's generators reset for each batch, so results repeat. Parameters,
+    gradients, buffers, hooks, modes and generators are restored afterwards, also on an error.
 
-    It takes a forward for each batch, layer and recipe, and a forward and a backward for each batch. Few batches do.
+    The cost is one forward per batch, layer and recipe, plus one forward and backward per batch. Few batches suffice.
 
     Args:
-        model: on one rank: before `fully_shard` and `parallelize`.
-        batches: what the model takes: a tensor, a tuple of its arguments, or a dictionary of them; with a loss, what it takes.
+        model: on one rank, before `fully_shard` and `parallelize`.
+        batches: the model's inputs: a tensor, a tuple of arguments, or a dictionary of them; with a loss, what the loss takes.
         recipes: recipes or their names.
-        loss: a function of model and batch that returns a scalar. Without one nothing is said of changes and gradients.
+        loss: a function of model and batch that returns a scalar. Without one, loss changes and gradients aren't measured.
         filter_fn: as for `convert`; False leaves the layer out, of plans too.
 
     Returns:
-        The table, whose `plan` says which layers to keep in higher precision.
+        The table, whose `plan` chooses layers to keep in higher precision.
 
     Raises:
-        TypeError: model is not a module, recipes are no sequence, or the loss is no scalar.
-        ValueError: no batch, no recipe, no linear layer, a sharded model, or a layer into which a forward was put.
+        TypeError: model is not a module, recipes is not a sequence, or the loss is not a scalar.
+        ValueError: there is no batch, no recipe or no linear layer, the model is sharded, or a forward was assigned to a layer.
 
     Example:
         >>> table = bfp.sensitivity(model, batches, ("nvfp4",), loss=lambda model, batch: model(**batch).loss)
@@ -110,7 +110,7 @@ def sensitivity(
 
 
 class _Measured:
-    """A layer, and what has been added up of it."""
+    """A layer with its accumulated measurements."""
 
     def __init__(self, path: str, module: Any):
         self.path, self.module = path, module
@@ -125,7 +125,7 @@ class _Measured:
         self.sums: dict[tuple[str, str], Tensor] = {}
 
     def add(self, recipe: Recipe, operand: str, cast: Cast, x: Tensor) -> None:
-        """Adds signal and noise of an operand [rows, columns]."""
+        """Accumulates signal and noise of an operand [rows, columns]."""
         if cast.format is None or not x.numel():
             return
         key = torch.zeros(2, dtype=torch.int32, device=x.device) if cast.stochastic else None
@@ -138,7 +138,7 @@ class _Measured:
         self.sums[where] = sums + self.sums[where] if where in self.sums else sums
 
     def weight_of(self, recipe: Recipe) -> Tensor:
-        """Returns the weight [out, in] as the recipe multiplies it: codes that are in its format, or values."""
+        """Returns the weight [out, in] that the recipe multiplies: codes if they are in its format, else values."""
         own = self.codes is not None and self.codes.format is recipe.weight.format and not self.transposed
         return self.codes if own else self.values  # pyright: ignore[reportReturnType]
 
@@ -152,7 +152,7 @@ class _Measured:
 
     @contextmanager
     def multiplying_by(self, recipe: Recipe) -> Iterator[None]:
-        """Makes the layer alone quantize."""
+        """Quantizes this layer's products within the context."""
         weight, one = self.weight_of(recipe), recipe.replace(delayed=None)
         before = vars(self.module)["forward"]
         vars(self.module)["forward"] = lambda x: linear(x, weight, self.module.bias, recipe=one, key=0)
@@ -192,17 +192,17 @@ def _layers(model: nn.Module, filter_fn: Callable[[str, nn.Module], bool] | None
 
 
 def _excluded(model: nn.Module, filter_fn: Callable[[str, nn.Module], bool] | None) -> list[str]:
-    """Returns the paths of layers that a plan's last pattern would take although filter_fn leaves them out."""
+    """Returns the paths of layers that filter_fn leaves out but a plan's last pattern would match."""
     if filter_fn is None:
         return []
-    # A plan of a model that is quantized already goes to set_recipe, which knows quantized layers alone.
+    # A plan for a quantized model goes to set_recipe, which sees only quantized layers.
     taken = {module for module in model.modules() if isinstance(module, Experts | QuantizedLayer)} or convertible(model)
     named = [(path, module) for path, module in named_modules(model) if module in taken]
     return [path for (path, _), chosen in zip(named, patterns.select(filter_fn, named), strict=True) if not chosen]
 
 
 def _is_left(module: nn.Module) -> bool:
-    """Says whether a module is quantized, or would be, and isn't measured: experts, and layers behind a norm."""
+    """Returns whether a module is or would be quantized but isn't measured: experts, and layers behind a norm."""
     if isinstance(module, Experts | QuantizedLayer):
         return not isinstance(module, Linear | TransposedLinear)
     kind = base_kind(module)
@@ -218,7 +218,7 @@ def _measure(
     *,
     backward: bool,
 ) -> float:
-    """Runs the unquantized model on a batch, adds up what its operands lose, and returns the loss; NaN without one."""
+    """Runs the unquantized model on a batch, accumulates its operands' figures, and returns the loss, or NaN without one."""
     outputs: list[tuple[_Measured, Any]] = []
 
     def watched(layer: _Measured) -> Callable[[Tensor], Tensor]:
@@ -230,7 +230,7 @@ def _measure(
                 layer.add(recipe, "input", recipe.input, rows.contiguous())
             if not backward:
                 return layer.in_high_precision(x)
-            # Frozen weights too: only so does every output have a gradient.
+            # Frozen weights too, so that every output gets a gradient.
             weight = layer.values.detach().requires_grad_()
             y = F.linear(x, weight, layer.module.bias)
             outputs.append((layer, torch.autograd.graph.get_gradient_edge(y)))
@@ -260,7 +260,7 @@ def _measure(
 
 @contextmanager
 def _left_as_it_was(model: nn.Module, layers: list[_Measured]) -> Iterator[Callable[[], None]]:
-    """Gives what begins each run: torch's generators at the same place. Afterwards all is as it was."""
+    """Yields a function that resets torch's generators before a run; restores the model afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
         (module, name, buffer, None if buffer is None or buffer.is_meta else buffer.detach().clone())
@@ -279,7 +279,7 @@ def _left_as_it_was(model: nn.Module, layers: list[_Measured]) -> Iterator[Calla
     try:
         for layer in layers:
             vars(layer.module)["forward"] = layer.in_high_precision
-        # Encoders' fused paths would pass the layers by.
+        # The encoders' fused paths bypass the layers.
         torch.backends.mha.set_fastpath_enabled(False)
         model.eval()
         with ExitStack() as eager:
@@ -314,7 +314,7 @@ def _scalar(value: Any) -> Tensor:
 
 
 def _sqnr(sums: Tensor | None) -> float | None:
-    """10 log10(signal / noise) in dB; None where nothing was quantized."""
+    """Returns 10 log10(signal / noise) in dB; None if nothing was quantized."""
     if sums is None:
         return None
     signal, noise = sums.tolist()

@@ -1,4 +1,4 @@
-"""The table that `sensitivity` returns, and plans made of it."""
+"""The table that `sensitivity` returns, and plans made from it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from blockfp.recipes import Recipe
 
 @dataclass(frozen=True)
 class LayerSensitivity:
-    """One layer by one recipe.
+    """Measurements of one layer with one recipe.
 
     Attributes:
-        path: of the layer.
+        path: the layer's path.
         recipe: the recipe's name.
-        parameters: elements of its weight.
-        input, weight, gradient: SQNR of what the recipe casts, in dB: 10 log10(sum of squares / sum of squared errors); None
-            for what it leaves in high precision, or what wasn't there (a layer that wasn't called, gradients without a loss).
-        loss_change: mean over the batches of the loss with this layer alone quantized, less that without; None without a loss.
+        parameters: number of elements of its weight.
+        input, weight, gradient: SQNR in dB of the operands that the recipe casts: 10 log10(sum of squares / sum of squared
+            errors); None for operands in high precision or not seen (the layer wasn't called, or there is no loss for
+            gradients).
+        loss_change: mean over the batches of the loss with only this layer quantized, minus the unquantized loss; None without
+            one.
     """
 
     path: str
@@ -32,7 +34,7 @@ class LayerSensitivity:
 
     @property
     def rank(self) -> float:
-        """Sensitivity of the layer: the change of the loss, or without one noise over signal of input and weight together."""
+        """The layer's sensitivity: the loss change, or without one the summed noise-to-signal ratio of input and weight."""
         if self.loss_change is not None:
             return math.inf if math.isnan(self.loss_change) else self.loss_change
         found = [math.inf if math.isnan(one) else 10 ** (-one / 10) for one in (self.input, self.weight) if one is not None]
@@ -44,11 +46,11 @@ class Sensitivity:
     """The table of `sensitivity`.
 
     Attributes:
-        layers: one entry for each layer and recipe, in the model's order.
-        loss: mean of the loss of the unquantized model; None without a loss.
-        left: paths of modules that are quantized, or that `convert` would quantize, and that aren't measured: experts,
-            and layers behind a norm.
-        excluded: paths of layers that the measurement's filter_fn left out, and that plans leave as they are.
+        layers: one entry per layer and recipe, in the model's order.
+        loss: mean loss of the unquantized model; None without a loss.
+        left: paths of modules that are quantized, or that `convert` would quantize, but aren't measured: experts, and layers
+            behind a norm.
+        excluded: paths of layers that the measurement's filter_fn left out; plans leave them unchanged.
     """
 
     layers: tuple[LayerSensitivity, ...]
@@ -57,14 +59,14 @@ class Sensitivity:
     excluded: tuple[str, ...] = ()
 
     def rows(self) -> list[dict]:
-        """The entries as dictionaries, for tables and JSON."""
+        """Returns the entries as dictionaries, for tables and JSON."""
         return [asdict(one) for one in self.layers]
 
     def of(self, recipe: Recipe | str) -> list[LayerSensitivity]:
-        """Returns the entries of one recipe, the most sensitive layers first; equal ones in the model's order.
+        """Returns one recipe's entries, most sensitive layers first; equal ones keep the model's order.
 
         Raises:
-            ValueError: it wasn't measured.
+            ValueError: the recipe wasn't measured.
         """
         name = recipes.parse(recipe).name if not isinstance(recipe, Recipe) else recipe.name
         found = [one for one in self.layers if one.recipe == name]
@@ -82,24 +84,22 @@ class Sensitivity:
         parameters: float | None = None,
         loss_change: float | None = None,
     ) -> dict[str, Recipe | str | None]:
-        """Makes a mapping for `convert` (or `set_recipe`) that keeps the most sensitive layers in higher precision.
+        """Returns a mapping for `convert` (or `set_recipe`) that keeps the most sensitive layers in higher precision.
 
-        Layers that the measurement's filter_fn left out stay as they are.
-
-        Exactly one of the budgets is given:
+        Layers that the measurement's filter_fn left out are not changed. Pass exactly one of the three budgets.
 
         Args:
-            recipe: of all other layers, experts too; one that was measured.
-            keep: the recipe of the layers that are kept; None for high precision.
-            layers: the largest share of the layers that is kept, 0 to 1.
-            parameters: the largest share of the layers' parameters. Layers are taken by their sensitivity; one that doesn't fit
-                any more is passed over.
-            loss_change: the bound of the loss's change. Layers are kept until the changes of those left, which alone raise the
-                loss, add up to no more. That they add up is an assumption: measure the converted model.
+            recipe: for all other layers, experts too; must have been measured.
+            keep: recipe of the layers that are kept; None for high precision.
+            layers: budget: largest share of the layers that is kept, 0 to 1.
+            parameters: budget: largest share of the layers' parameters. Layers are taken by sensitivity; one that no longer
+                fits is skipped.
+            loss_change: budget: bound on the loss's change. Layers are kept until the positive changes of the others add up to
+                no more. That changes add up is an assumption: measure the converted model.
 
         Raises:
-            TypeError: none of the budgets, or more than one.
-            ValueError: a budget that means nothing, no such recipe, or a bound without a measured loss.
+            TypeError: no budget, or more than one.
+            ValueError: the budget is out of range, the recipe is unknown, or loss_change is given without a measured loss.
         """
         given = {"layers": layers, "parameters": parameters, "loss_change": loss_change}
         named = {name: value for name, value in given.items() if value is not None}

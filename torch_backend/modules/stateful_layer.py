@@ -1,4 +1,4 @@
-"""`StatefulLayer`: a recipe, and its state in buffers, which no cast, move or copy of a module spoils."""
+"""`StatefulLayer`: a recipe whose state is kept in buffers that survive casts, moves and copies of the module."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ class StatefulLayer(RecipeLayer):
 
     Attributes:
         recipe: the `Recipe`.
-        compute: "quantized", or "high_precision": products take the dequantized weight and everything else as it is.
+        compute: "quantized", or "high_precision", which multiplies with the dequantized weight and casts nothing else.
         parallel: how a tensor-parallel group shares the layer, from `parallelize`; or None.
-        known_scale: the input's scale where `has_scales`; a scale that is another tensor isn't known to be above 0.
+        known_scale: the input's scale if `has_scales`; any other tensor isn't known to be above 0.
         stateful: whether the recipe keeps state in buffers.
-        data_rank: this rank's number in the mesh that `fully_shard` got, of a layer that draws random bits; otherwise 0.
+        data_rank: this rank's index in the mesh of `fully_shard`, if the layer draws random bits; else 0.
         written: whether a weight that FSDP2 shards was written in place since the layer last looked (`CastWeight`).
-        keyed_by_unit: whether `rng_key` is that of a unit of the batch (`Reproducible`), into which no rank is folded.
+        keyed_by_unit: whether `rng_key` belongs to a unit of the batch (`Reproducible`), so that no rank is folded in.
     """
 
     compute: Compute
     keyed_by_unit = False
 
     def __init__(self, recipe: Recipe | str, compute: Compute):
-        # Not what the next class would do: torch.nn.Linear, where a layer is one, makes parameters of its own.
+        # Skips torch.nn.Linear.__init__, which would allocate parameters.
         nn.Module.__init__(self)
         self.recipe = recipes.parse(recipe)
         self.linear_recipe = recipes.for_linear(self.recipe, compute)
@@ -59,7 +59,7 @@ class StatefulLayer(RecipeLayer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # Worked out again, not read: a pickle of another version may lack it.
+        # Recomputed: a pickle of another version may lack it.
         self.linear_recipe = recipes.for_linear(self.recipe, self.compute)
         self.recorded, self.written = False, [False]
         self.look_for_scales()
@@ -68,7 +68,7 @@ class StatefulLayer(RecipeLayer):
             note_copied(self)
 
     def announce(self) -> None:
-        """Registers a layer that was made, copied or unpickled with those that look after its state."""
+        """Registers a new, copied or unpickled layer for updates of its state."""
         self.stateful = self.linear_recipe.delayed is not None or self._stochastic
         if self.linear_recipe.delayed is not None:
             watch(self)
@@ -80,9 +80,9 @@ class StatefulLayer(RecipeLayer):
         return self.linear_recipe.gradient.stochastic or self.linear_recipe.gradient_columnwise.stochastic
 
     def note_weight(self, weight: Any) -> None:
-        """Takes note of a weight that is put into the layer: FSDP2 does it, sharded and gathered.
+        """Records a weight set on the layer, which FSDP2 does every step, sharded and gathered.
 
-        A gathered one may be plain, and know nothing of a mesh. It does it every step: layers without state don't ask.
+        Only a sharded weight tells the mesh; a gathered one may be plain. Layers without state return early.
         """
         mesh = sharding.mesh_of(weight) if self.stateful else None
         if mesh is not None and self.linear_recipe.delayed is not None:
@@ -91,13 +91,13 @@ class StatefulLayer(RecipeLayer):
             if type(local) is CastWeight:
                 self.written = local._noted
         if mesh is not None and self._buffers.get("rng_key") is not None:
-            # The last axis is tensor parallelism's, if there is any; alone it says nothing of the batch.
+            # The last axis is tensor parallelism's, if any; alone it doesn't divide the batch.
             axes = mesh.ndim - (self.parallel is not None)
             if axes:
                 self.data_rank = sharding.leading_rank(mesh, axes)
 
     def set_buffers(self, device: torch.device) -> None:
-        """Makes the buffers that the recipe needs."""
+        """Creates the buffers that the recipe needs."""
         delayed, stochastic = self.linear_recipe.delayed, self._stochastic
         for operand in ("input", "gradient"):
             history = None if delayed is None else torch.zeros(delayed.history, dtype=torch.float32, device=device)
@@ -109,10 +109,10 @@ class StatefulLayer(RecipeLayer):
         self.mark_buffers()
 
     def change_recipe(self, recipe: Recipe, device: torch.device, path: str) -> None:
-        """Goes on by another recipe. State that means the same by both stays: equal delayed scaling, the random key and step.
+        """Switches to another recipe without touching the weight; equal delayed scaling, the random key and step are kept.
 
-        Any other begins anew. A new random key follows from the path alone, so that it is the same on every rank, whose
-        generators may be anywhere in the middle of a run. The weight is not touched.
+        Other state is reset. A new random key depends only on the path, since ranks' generators may differ in the middle of a
+        run.
         """
         before, after = self.linear_recipe, recipes.for_linear(recipe, self.compute)
         kept = {name: self._buffers.get(name) for name in chain(*LAYER_BUFFERS)}
@@ -139,27 +139,27 @@ class StatefulLayer(RecipeLayer):
         for name, before in state:
             after = self._buffers[name]
             if before is not None and after is not None and before.dtype != after.dtype:
-                # Amaxes, scales and keys are of the recipe's dtypes, whatever the layer is cast to.
+                # Amaxes, scales and keys keep their dtypes whatever the layer is cast to.
                 self._buffers[name] = before.to(after.device)
         if any(before is not None and before.is_meta and not self._buffers[name].is_meta for name, before in state):  # pyright: ignore
-            # Memory that nobody else may write into: initializers of other libraries know parameters alone.
+            # Other libraries' initializers only fill parameters.
             self.reset_buffers()
-        # Others may be in their place now.
+        # The buffers may be new tensors.
         self.mark_buffers()
         self.note_scales(self.has_scales)
         return self
 
     def mark_buffers(self) -> None:
-        """Tells compilers that buffers stay where they are, which they take for granted in modules, but not in FSDP2's.
+        """Marks the buffers' addresses as fixed for compilers, which assume so for modules, but not for FSDP2's.
 
-        A CUDA graph would write into copies of them otherwise.
+        Otherwise a CUDA graph would write into copies.
         """
         for buffer in self.buffers(recurse=False):
             mark_static_address(buffer)
 
     def state(self) -> LinearState:
         """Returns the buffers as `linear` takes them."""
-        # An attribute of a module that is a buffer costs a Python call each.
+        # Attribute access costs a Python call per buffer.
         buffers: Any = self._buffers
         delayed = buffers["input_scale"] is not None
         compiled = delayed and torch.compiler.is_compiling()
@@ -169,11 +169,11 @@ class StatefulLayer(RecipeLayer):
             written = weight._noted if type(weight) is CastWeight else self.written
             if written[0] and torch.is_grad_enabled():
                 if self.recorded:
-                    # By a step of no torch optimizer: the hook behind those takes note of it.
+                    # Written without a torch optimizer, whose step hook would have updated the scales.
                     update_layers([self])
                 written[0] = False
             if not self.recorded:
-                # torch's own __setattr__ looks for a module, parameter or buffer first.
+                # Bypasses torch's __setattr__, which first searches modules, parameters and buffers.
                 self.__dict__["recorded"] = torch.is_grad_enabled()
         key = buffers["rng_key"]
         rank = 0 if key is None or self.keyed_by_unit else data_rank(self.data_rank)
@@ -190,23 +190,24 @@ class StatefulLayer(RecipeLayer):
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
         super()._load_from_state_dict(*arguments)
-        # To write a weight is no step then.
+        # So that a later write to the weight doesn't count as a step.
         self.recorded = False
         self.look_for_scales()
 
     def look_for_scales(self) -> None:
-        """Looks at scales that come from elsewhere: whether they are above 0; waits for a GPU."""
+        """Checks whether loaded scales are above 0, which waits for a GPU."""
         operands = zip(("input", "gradient"), _elements(self.linear_recipe), strict=True)
         scales = [self._buffers.get(f"{operand}_scale") for operand, element in operands if element is not None]
         self.note_scales(all(type(scale) is Tensor and not scale.is_meta and bool(scale > 0) for scale in scales))
 
     def note_scales(self, found: bool) -> None:
-        # A function that is called with other buffers (torch.func.functional_call) has other scales. Not registered: no state.
+        # Calls with other buffers (torch.func.functional_call) have other scales. Set in __dict__ so that it is not registered
+        # as state.
         own: dict[str, Any] = self.__dict__
         own["has_scales"], own["known_scale"] = found, self._buffers["input_scale"] if found else None
 
     def reset_buffers(self) -> None:
-        """Sets delayed scaling and the step to their start, and draws a new random key."""
+        """Resets delayed scaling and the step, and draws a new random key."""
         for buffer in (self.input_amax_history, self.gradient_amax_history, self.step):
             if buffer is not None:
                 buffer.zero_()
@@ -219,7 +220,7 @@ class StatefulLayer(RecipeLayer):
 
 
 def _elements(recipe: Recipe) -> list[Any]:
-    """Returns the elements of inputs and gradients, which delayed scales are for."""
+    """Returns the element types of inputs and gradients, for which delayed scales are kept."""
     formats = [recipe.cast(operand).format or recipe.cast(operand, "columnwise").format for operand in ("input", "gradient")]
     return [None if format is None else format.element for format in formats]
 
@@ -231,14 +232,14 @@ _listening: list[Any] = []
 
 
 def note_copied(layer: RecipeLayer) -> None:
-    """Notes that a layer with a random key is a copy; from then on modules are looked at where they are registered."""
+    """Marks a layer with a random key as a copy; from now on module registrations are checked."""
     vars(layer)["copied"] = True
     if not _listening:
         _listening.append(register_module_module_registration_hook(_part_keys))
 
 
 def _part_keys(parent: nn.Module, name: str, module: nn.Module | None) -> None:
-    """Gives layers of a module that is registered other keys where its parent has layers with theirs."""
+    """Gives the layers of a newly registered module other keys if its parent has layers with the same ones."""
     new = _keyed(module) if isinstance(module, nn.Module) else {}
     if not new:
         return
@@ -256,7 +257,7 @@ def _part_keys(parent: nn.Module, name: str, module: nn.Module | None) -> None:
 
 
 def _keyed(module: nn.Module) -> dict[RecipeLayer, Tensor]:
-    """Returns the layers inside a module that have a random key, with their keys."""
+    """Returns the layers in a module that have a random key, with their keys."""
     layers = (layer for layer in module.modules() if isinstance(layer, RecipeLayer))
     found = {layer: layer._buffers.get("rng_key") for layer in layers}
     return {layer: key for layer, key in found.items() if type(key) is Tensor and not key.is_meta}

@@ -1,4 +1,4 @@
-"""`summary`: which of a model's weights are quantized, in what, what was left, and why."""
+"""`summary`: lists a model's quantized weights with their formats, and the others with the reasons."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from .model_names import named_modules, optimizers_in, state_of
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A layer's weight that is quantized, now or when it is used or gathered.
+    """A layer's weight that is stored quantized, or quantized when used or gathered.
 
     Attributes:
-        path: of the layer; of experts, whose module has several weights, of the parameter.
-        kind: name of its class.
+        path: the layer's path; for experts, whose module has several weights, the parameter's.
+        kind: name of the layer's class.
         recipe: its recipe, as text.
-        stored: the format that it is stored in, or its dtype, as text.
-        shape: of the whole weight.
-        parameters: how many.
-        bytes: of codes and scales, or of values; of what this rank holds. Originals that are kept for an optimizer don't count.
+        stored: the format or dtype in which it is stored, as text.
+        shape: shape of the whole weight.
+        parameters: number of elements.
+        bytes: bytes that this rank holds of codes and scales, or of values. Originals kept for an optimizer don't count.
     """
 
     path: str
@@ -49,14 +49,14 @@ class LeftWeight:
     """A parameter of two or more axes that is not quantized.
 
     Attributes:
-        path: of the parameter.
+        path: the parameter's path.
         kind: name of its module's class.
-        reason: why.
-        unasked: whether nobody asked for that: it multiplies, and is neither tied nor left by filter_fn or recipe.
+        reason: why it is not quantized.
+        unasked: whether nobody asked for that: it is multiplied, and neither tied nor left out by filter_fn or recipe.
         stored: its dtype, as text.
-        shape: of the whole parameter.
-        parameters: how many.
-        bytes: of what this rank holds.
+        shape: shape of the whole parameter.
+        parameters: number of elements.
+        bytes: bytes that this rank holds.
     """
 
     path: str
@@ -71,16 +71,16 @@ class LeftWeight:
 
 @dataclass(frozen=True)
 class Summary:
-    """The result of `summary`; printed it is a table, with layers that differ in a number alone in one row.
+    """The result of `summary`; prints as a table, with layers that differ only in a number in one row.
 
     Attributes:
         layers: the quantized weights.
-        left: all others of two or more axes.
-        others: how many parameters there are in vectors (biases, of experts too, and norms).
-        other_bytes: of these.
-        originals: bytes of the values that are kept on the CPU until an optimizer takes them (`keep_init`).
-        states: bytes that an optimizer keeps for the model's parameters, by name: masters, moments.
-        buffers: bytes of buffers: amax histories and scales of delayed scaling, random keys, and those of other modules.
+        left: all other parameters of two or more axes.
+        others: number of parameters in vectors (norms and biases, including experts').
+        other_bytes: their bytes.
+        originals: bytes of values kept on the CPU until an optimizer takes them (`keep_init`).
+        states: bytes of an optimizer's state for the model's parameters, by entry: masters, moments.
+        buffers: bytes of buffers: amax histories and scales of delayed scaling, random keys, and other modules' buffers.
     """
 
     layers: tuple[QuantizedWeight, ...]
@@ -98,12 +98,12 @@ class Summary:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all parameters, as far as this rank holds them."""
+        """Bytes of all parameters that this rank holds."""
         return sum(one.bytes for one in (*self.layers, *self.left)) + self.other_bytes
 
     @property
     def held(self) -> int:
-        """Bytes of all that this rank holds between steps: parameters, buffers, originals and the optimizer's; no gradients."""
+        """Bytes that this rank holds between steps: parameters, buffers, originals and optimizer state, without gradients."""
         return self.bytes + self.buffers + self.originals + sum(size for _, size in self.states)
 
     @property
@@ -113,17 +113,17 @@ class Summary:
 
     @property
     def in_matrices(self) -> int:
-        """Number of parameters in matrices that are multiplied: all of two or more axes but embeddings."""
+        """Number of parameters in matrices that are multiplied: those of two or more axes, except embeddings."""
         return self.quantized + sum(left.parameters for left in self.left if left.reason != EMBEDDING)
 
     @property
     def unasked(self) -> int:
-        """Number of these that are in high precision though nobody asked for it."""
+        """Number of these that are in high precision although nobody asked for it."""
         return sum(left.parameters for left in self.left if left.unasked)
 
     @property
     def share(self) -> float:
-        """Share of the parameters in matrices that is quantized, 0 to 1."""
+        """Quantized share of the parameters in matrices, 0 to 1."""
         return self.quantized / self.in_matrices if self.in_matrices else 0.0
 
     def __str__(self) -> str:
@@ -158,12 +158,12 @@ class Summary:
 
 
 def summary(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> Summary:
-    """Counts what of a model is quantized, what isn't, and why; before or after `convert`, sharded or not, on meta too.
+    """Counts a model's quantized and other weights, with reasons; before or after `convert`, sharded or not, on meta too.
 
     Args:
         model: any module.
-        optimizer: one whose state for the model's parameters is counted, as far as this rank holds it: any of torch's, or
-            several, as torchtitan's container or a list has them. Before its first step it has none.
+        optimizer: optimizer whose state for the model's parameters is counted, as far as this rank holds it: any torch
+            optimizer, or several in a list or in torchtitan's container. It has no state before its first step.
 
     Raises:
         TypeError: model is not a module, or optimizer not an optimizer.
@@ -204,7 +204,7 @@ def summary(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None 
 
 
 def tied_elsewhere(model: nn.Module) -> dict[str, str]:
-    """Maps parameters that a transformers model declares tied, and will tie, to the names they are tied to."""
+    """Maps parameters that a transformers model declares as tied to the names of the parameters they are or will be tied to."""
     found: dict[str, str] = {}
     for path, module in named_modules(model):
         declared = getattr(module, "all_tied_weights_keys", None)
@@ -251,7 +251,7 @@ def nbytes(param: Tensor) -> int:
 
 
 def _together(rows: Iterable, alike: Callable) -> list[tuple[str, int, list]]:
-    """Groups rows whose paths differ in numbers alone, as (path with *, how many, rows), in order of appearance."""
+    """Groups rows whose paths differ only in numbers: (path with *, count, rows), in order of appearance."""
     found: dict = {}
     for row in rows:
         found.setdefault((re.sub(_NUMBER, "*", row.path), alike(row)), []).append(row)

@@ -1,7 +1,9 @@
-"""Gradients of the units of a batch, added in a fixed tree: where FSDP2 would sum over ranks, and of plain parameters.
+"""Adds the gradients of a batch's units in a fixed tree, in place of FSDP2's sums over ranks.
 
-each unit        FSDP2 reduces its gradients: they join this rank's subtree, unsharded, and nothing is sent
-the last unit    subtrees are cut into the ranks' shards, sent, and added in the order of the ranks
+each unit        FSDP2's reduction adds unsharded gradients to this rank's subtree and sends nothing
+  | after the last unit
+  v
+reduction        subtrees are split into the ranks' shards, exchanged, and added in rank order
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Progress:
-    """The unit that a run has come to.
+    """The current unit of a run.
 
     Attributes:
-        units: of all ranks together.
-        own: of this rank.
-        unit: this rank's unit that runs, from 0; None outside of a run.
+        units: number of units over all ranks.
+        own: number of this rank's units.
+        unit: index of this rank's running unit, from 0; None outside of a run.
     """
 
     units: int
@@ -35,35 +37,34 @@ class Progress:
 
 
 class UnitReduction:
-    """Stands in for the reduce-scatter of one FSDP module (`FSDPModule.set_custom_reduce_scatter`)."""
+    """Replaces the reduce-scatter of one FSDP module (`FSDPModule.set_custom_reduce_scatter`)."""
 
     def __init__(self, path: str, progress: Progress, world: int):
         self.path, self.progress, self.world = path, progress, world
         self.begin()
 
     def begin(self) -> None:
-        """Forgets what a run has left."""
+        """Discards what an earlier run has left."""
         self.tree, self.count = TreeSum(), 0
 
     def attach(self, module: FSDPModule) -> None:
-        """Makes a module's gradients come here."""
+        """Routes a module's gradients here."""
         module.set_custom_reduce_scatter(self)  # pyright: ignore[reportArgumentType]
         if self.world == 1:
-            # Of one rank FSDP2 scatters nothing.
+            # On one rank FSDP2 skips the reduce-scatter.
             module.set_all_reduce_hook(self._alone)
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Makes memory for what FSDP2 reduces."""
+        """Allocates memory for FSDP2's buffers."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Adds this unit's gradients [ranks, shard]; after the last unit writes the mean of all ranks' to [shard].
+        """Adds this unit's gradients [ranks, shard]; after the last unit writes the mean over all units to [shard].
 
-        Raises:
-            RuntimeError: outside of a run, or the module has had its turn in this unit.
-            ValueError: gradients that FSDP2 scales by itself, or a group that isn't the mesh of the run.
+        Raises RuntimeError outside of a run or on a second call in a unit, and ValueError if FSDP2 scales gradients itself or
+        the group isn't the run's mesh.
         """
         if op != dist.ReduceOp.AVG or group.size() != self.world:
             raise ValueError(
@@ -101,7 +102,7 @@ class UnitReduction:
         self.count += 1
 
     def finish(self, *, has_gradients: bool) -> None:
-        """Raises RuntimeError where some units had no gradients, or they went elsewhere."""
+        """Raises RuntimeError unless every unit gave gradients, or none did and there are none."""
         if self.count != (self.progress.own if has_gradients else 0):
             raise RuntimeError(
                 f"{self.path} took part in {self.count} of this rank's {self.progress.own} units, and must in each: let every "

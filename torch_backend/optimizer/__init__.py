@@ -1,1 +1,1 @@
-"""`AdamW` and `Adam`: master weights and moments, and the step over all parameters at once."""
+"""`AdamW` and `Adam`: master weights, moments, and one step over all parameters; gradient clipping and `set_recipe`."""

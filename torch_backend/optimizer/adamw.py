@@ -1,10 +1,9 @@
-"""`AdamW` and `Adam` for quantized, plain and sharded parameters alike.
+"""`AdamW` and `Adam` for quantized, plain and sharded parameters.
 
-A step goes over all parameters of a device in one call of the kernels: gradient in, master weight and moments updated, and
-where the blocks of a quantized weight lie within this rank's part, its codes and scales written in the same pass. Where they
-need the amax of the whole weight (one scale per tensor, NVFP4), that pass finds it on a GPU, and a second call writes the codes
-of all such weights. On a CPU, and where blocks straddle ranks, they are quantized from their masters (`requantize_`). Without
-kernels the definition (`definition.adamw`) does the same, with the same bits.
+One kernel call updates all parameters of a device: it reads gradients and updates masters and moments. If a weight's blocks
+don't cross ranks, the same pass writes its codes and scales. If they need the whole weight's amax (one scale per tensor,
+NVFP4), a GPU finds it in that pass and a second call writes the codes. On a CPU, or if blocks cross ranks, `requantize_` makes
+the codes from the masters. Without kernels, `definition.adamw` gives the same bits.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ from .osci_reset import Windows, check_group, check_keeps_codes, new_paths, rese
 
 _told: set[tuple[int, int]] = set()
 _turns = threading.local()
-"""Has `last`, a weak reference to the optimizer that took a thread's last step with stochastic rounding."""
+"""`last` is a weak reference to the optimizer whose stochastically rounded step came last in this thread."""
 
 
 class _Adam(Optimizer):
-    """Adam with all of its options; AdamW and Adam differ in their weight decay alone."""
+    """Adam with all options; AdamW and Adam differ only in weight decay."""
 
-    # torch's GradScaler then hands over its scale and whether a gradient is not finite, instead of going over the gradients.
+    # torch's GradScaler then passes its scale and found_inf instead of unscaling the gradients itself.
     _step_supports_amp_scaling = True
     _decoupled: bool
 
@@ -68,13 +67,13 @@ class _Adam(Optimizer):
         self.register_load_state_dict_post_hook(optimizer_state.take, prepend=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        optimizer_state.renew_masters(self)  # pickles of parameters don't say that values were loaded
+        optimizer_state.renew_masters(self)  # pickled parameters don't record that values were loaded
         return super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        copied = not self.__dict__  # torch's load_state_dict comes here too
+        copied = not self.__dict__  # torch's load_state_dict also calls this
         super().__setstate__(state)
-        for group in self.param_groups:  # pickles of another version may lack it
+        for group in self.param_groups:  # pickles of other versions may lack it
             group.setdefault("osci_reset", None)
         if copied:  # copies and pickles lose the hooks
             self._prepare()
@@ -90,8 +89,8 @@ class _Adam(Optimizer):
         """Adds a group of parameters; see `torch.optim.Optimizer`.
 
         Raises:
-            ValueError: a setting that means nothing.
-            TypeError: a parameter of a dtype that is not updated here.
+            ValueError: a setting is invalid.
+            TypeError: a parameter's dtype is not supported.
         """
         params = param_group["params"]
         param_group = {**param_group, "params": [params] if isinstance(params, Tensor) else list(params)}
@@ -100,7 +99,7 @@ class _Adam(Optimizer):
         _check_settings(settings)
         for i, param in enumerate(param_group["params"]):
             name, param = param if isinstance(param, tuple) else (i, param)
-            # What is no tensor is torch's to refuse; what is frozen may be anything.
+            # torch rejects non-tensors; frozen parameters may have any dtype.
             if isinstance(param, Tensor) and param.requires_grad:
                 _check_dtype(name, param, settings["master"])
                 if settings["osci_reset"] is not None:
@@ -109,14 +108,14 @@ class _Adam(Optimizer):
         self._find_rounding()
 
     def _find_rounding(self) -> None:
-        """Finds out whether steps round stochastically."""
+        """Records whether steps round stochastically."""
         settings = [(group["master"], group["moments"]) for group in self.param_groups]
         self._rounds, self._began = any(one != ("float32", "float32") for one in settings), False
 
     def _note_turn(self) -> None:
-        """Warns once where optimizers take steps in turn, and round by the same random bits.
+        """Warns once if optimizers with equal keys alternate their steps, and so round with the same random bits.
 
-        Runs one after the other may: none goes on behind another's first step.
+        Consecutive runs don't warn: no optimizer steps again after another one's first step.
         """
         last: Any = getattr(_turns, "last", lambda: None)()
         key = tuple(self.param_groups[0].get("key", self.defaults["key"]))
@@ -133,7 +132,7 @@ class _Adam(Optimizer):
 
     @torch.no_grad()
     def make_state(self) -> None:
-        """Makes the state of every trained parameter that has none yet, as its first step would."""
+        """Creates the state of every trained parameter that has none, as its first step would."""
         for group in self.param_groups:
             for param in group["params"]:
                 if param.requires_grad:
@@ -142,21 +141,20 @@ class _Adam(Optimizer):
     @outside_graphs
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one step; parameters without a gradient stay as they are.
+        """Takes one step; parameters without a gradient don't change.
 
-        Sharded quantized weights may need collectives: every rank that holds a part of a parameter must call it. In the first
-        step these ranks compare the settings of all groups. It writes shards, which FSDP2's next gather reads; where FSDP2
-        still holds whole weights (after a forward without a backward, or `set_reshard_after_backward(False)`), call `reshard()`
-        of its modules.
+        Sharded quantized weights may need collectives: every rank that holds a shard of a parameter must call it. In the first
+        step these ranks compare the settings of all groups. The step writes shards. If FSDP2 still holds gathered weights
+        (after a forward without a backward, or with `set_reshard_after_backward(False)`), call `reshard()` on its modules.
 
         Args:
-            closure: evaluates the loss again, and returns it.
+            closure: evaluates the loss again and returns it.
 
         Returns:
-            What the closure returns, or None.
+            The closure's result, or None.
 
         Raises:
-            ValueError: in the first step, on all of them, where ranks have other settings.
+            ValueError: in the first step, on all ranks, if their settings differ.
         """
         loss = None
         if closure is not None:
@@ -168,7 +166,7 @@ class _Adam(Optimizer):
         return loss
 
     def _agree(self) -> None:
-        """Compares the settings of all ranks that hold parts of the parameters, once."""
+        """Compares the settings of all ranks that share parameters, once."""
         meshes = [sharding.mesh_of(param) for group in self.param_groups for param in group["params"]]
         for mesh in dict.fromkeys(mesh for mesh in meshes if mesh is not None):
             if mesh.device_type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -190,7 +188,7 @@ class _Adam(Optimizer):
                 for param in group["params"]:
                     gradient = param.grad
                     if gradient is not None:
-                        # By its number in memory: what is known of one goes for any other that lies alike.
+                        # Keyed by id: cached layout facts hold for any parameter with the same layout.
                         one = self._known.get(id(param)) or self._known.setdefault(id(param), LocalParameter())
                         todo.append(one)
                         one.find(param)
@@ -201,7 +199,7 @@ class _Adam(Optimizer):
                     return
                 if group["osci_reset"] is not None:
                     watched |= dict.fromkeys(range(first, len(todo)), OsciReset(*group["osci_reset"]))
-            # Kept with the settings, so that a run that is loaded again rounds as it would have. torch's own states have none.
+            # The key is stored with the settings, so a resumed run rounds identically. torch's own states have no key.
             windows = Windows(todo, watched) if watched else None
             carry_out(todo, tuple(self.param_groups[0].get("key", self.defaults["key"])), self._tables)
             increment_version([one.held for one in todo])
@@ -234,7 +232,7 @@ class _Adam(Optimizer):
         return state
 
     def _begin(self, group: dict[str, Any], todo: list[LocalParameter], found: Tensor | None, scale: Tensor | None) -> bool:
-        """Counts the step and works out its constants; False where the host knows that there is none to take."""
+        """Counts the step and computes its coefficients; returns False if the host already knows that the step is skipped."""
         steps: list[Tensor] = [one.state["step"] for one in todo]
         lr, settings = group["lr"], (group["betas"], group["eps"], group["weight_decay"])
         if group["capturable"]:
@@ -258,27 +256,27 @@ class _Adam(Optimizer):
 
 
 class AdamW(_Adam):
-    """AdamW (decoupled weight decay) for quantized parameters, plain ones and DTensors of either.
+    """AdamW (decoupled weight decay) for quantized and plain parameters and DTensors of either.
 
     Args:
-        params: parameters or groups of them; each of the options below may differ by group, except `key`.
+        params: parameters or parameter groups; each option below may differ by group, except `key`.
         lr: learning rate, a number or a tensor of one element.
         betas, eps, weight_decay: as in `torch.optim.AdamW`.
-        master: "float32" keeps an fp32 master of every quantized or 16-bit parameter; it begins with the original values where
-            the parameter has kept them (`initial`), else with what it is. None keeps none: the step is rounded stochastically
-            to the parameter's own format.
-        moments: "float32", or "bfloat16" and "fp8" in less memory, rounded stochastically (`definition.adamw`).
-        key: seed, or two uint32 words, of that rounding; the same on every rank. 0 by default. Random bits are a function of
-            key, step and the parameter's number in this optimizer: of several optimizers each needs a key of its own.
-        capturable: the step count is kept on the device, and nothing is read back: for CUDA graphs.
-        foreach, fused: torch's, as trainers pass them. Nothing depends on them: a device's parameters are one launch anyway.
-        amsgrad, maximize, differentiable: torch's; they must be False.
+        master: "float32" keeps an fp32 master of every quantized or 16-bit parameter, initialized from the original values if
+            the parameter keeps them (`initial`), else from its current values. None keeps no master: the step rounds
+            stochastically to the parameter's own format.
+        moments: "float32", or "bfloat16" or "fp8" to save memory, rounded stochastically (`definition.adamw`).
+        key: seed, or two uint32 words, of that rounding; the same on every rank; 0 by default. Random bits depend on the key,
+            the step and the parameter's index in this optimizer, so each optimizer of a model needs its own key.
+        capturable: keep the step count on the device and read nothing back, for CUDA graphs.
+        foreach, fused: accepted for compatibility with torch and ignored; a device's parameters always share one launch.
+        amsgrad, maximize, differentiable: torch's; must be False.
 
-    `state_dict` holds fp32 masters and moments, placed as their parameters. What `load_state_dict` loads, also of torch's own
-    AdamW, is kept as `moments`, `master` and `capturable` of this optimizer say; where it doesn't fit, nothing is changed.
+    `state_dict` holds fp32 masters and moments, sharded as their parameters. `load_state_dict`, also of torch's own AdamW,
+    keeps this optimizer's `moments`, `master` and `capturable`; a state that doesn't fit changes nothing.
 
     Raises:
-        ValueError: a setting that means nothing or isn't there.
+        ValueError: a setting is invalid or unsupported.
         TypeError: a parameter is neither quantized nor float32, bfloat16 or float16.
 
     Example:
@@ -314,7 +312,7 @@ class AdamW(_Adam):
 
 
 class Adam(_Adam):
-    """Adam: as `AdamW`, but that weight decay is a term of the gradient (L2), 0 by default."""
+    """Adam: like `AdamW`, but weight decay is an L2 term of the gradient, 0 by default."""
 
     _decoupled = False
 
@@ -341,7 +339,7 @@ class Adam(_Adam):
 
 
 def _begin_on_device(todo, steps, lr, settings, decoupled, found, scale) -> None:
-    """Counts the step as `_begin` does, with nothing read back: each parameter's constants are a row of a tensor."""
+    """Does `_begin`'s work without a device read: each parameter's coefficients are a row of a tensor."""
     by_device: dict[torch.device, list[int]] = {}
     for i, step in enumerate(steps):
         by_device.setdefault(step.device, []).append(i)
@@ -353,7 +351,7 @@ def _begin_on_device(todo, steps, lr, settings, decoupled, found, scale) -> None
         rate = lr.to(device, torch.float64) if isinstance(lr, Tensor) else lr
         c = adamw.coefficients(step, rate, *settings, decoupled=decoupled)
         unscale = 1.0 if scale is None else scale.to(device, torch.float64).reciprocal()
-        # A step that is skipped has perhaps number 0, and constants that nobody reads.
+        # A skipped step may have number 0; its coefficients are never read.
         columns = [
             x.to(torch.float64).expand(len(counts)) if isinstance(x, Tensor) else torch.full_like(step, x)
             for x in c._replace(unscale=unscale, skip=skip)

@@ -1,4 +1,4 @@
-"""`clip_grad_norm_`: gradients clipped by a norm that is the same bits however they are sharded."""
+"""`clip_grad_norm_`: clips gradients by a norm whose bits don't depend on sharding."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ _INF = 0x7F800000
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
-    """Scales gradients in place so that the 2-norm of all of them together is at most `max_norm`.
+    """Scales gradients in place so that their total 2-norm is at most `max_norm`.
 
-    It is `torch.nn.utils.clip_grad_norm_` with a norm that no sharding changes. Squares are exact in float64, and those of a
-    parameter are added as integers, in units that its largest gradient sets. Integer sums have no order. In a parameter of a
-    million elements each square loses less than 2^-80 of the largest. The parameters' sums are added in their order.
+    Like `torch.nn.utils.clip_grad_norm_`, with a norm that is the same for every sharding. Squares are exact in float64. Each
+    parameter's squares are summed as integers, in units set by its largest gradient, so their order doesn't matter. In a
+    parameter of a million elements each square loses less than 2^-80 of the largest. The parameters' sums are added in the
+    order given.
 
     Args:
-        parameters: one, or several, plain or DTensors; those without a gradient are left out. Every rank gives them alike.
-        max_norm: the largest norm that is left as it is.
-        error_if_nonfinite: whether a norm that is not finite raises, instead of going into the gradients.
+        parameters: one or several, plain or DTensors, the same on every rank; those without a gradient are skipped.
+        max_norm: largest norm that is not scaled down.
+        error_if_nonfinite: raise if the norm is not finite, instead of scaling by it.
 
     Returns:
-        The norm before, float32 ().
+        The norm before clipping, float32 ().
 
     Raises:
         TypeError: a gradient is sparse.
-        RuntimeError: the norm isn't finite, and `error_if_nonfinite` says so. The gradients are as they were.
-        ValueError: ranks that hold parts of one parameter have different values of `max_norm`, on all of them. A GPU is asked
-            where this rank's value is another than before; on ranks where it isn't the norm is NaN then.
+        RuntimeError: the norm isn't finite and `error_if_nonfinite` is set. Gradients are unchanged.
+        ValueError: ranks that share a parameter have different `max_norm`; raised on all of them. On a GPU a rank checks only
+            if its own value has changed; a rank that doesn't check gets a NaN norm.
 
     Example:
         >>> weight = torch.zeros(4, requires_grad=True)
@@ -69,7 +70,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, *, e
 
 
 def _own_part(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter's gradient, as the parameter lies: torch may leave a gradient whole, or terms of it."""
+    """Returns this rank's shard of a gradient; one that torch left replicated or partial is redistributed."""
     assert parameter.grad is not None
     gradient, own = sharding.as_dtensor(parameter.grad), sharding.as_dtensor(parameter)
     if gradient is not None and own is not None and gradient.placements != own.placements:
@@ -78,8 +79,8 @@ def _own_part(parameter: Tensor) -> Tensor:
 
 
 def _squares(parameters: list[Tensor], gradients: list[Tensor], max_norm: float) -> Tensor:
-    """The sum of squares of each parameter's gradient, float64 [parameters], on the first one's device."""
-    # Those that lie alike on one mesh are reduced together.
+    """Returns the sum of squares of each parameter's gradient, float64 [parameters], on the first gradient's device."""
+    # Parameters with equal mesh, placements and device share their reductions.
     alike: dict[object, list[int]] = {}
     for i, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
         mesh, placements = sharding.mesh_of(parameter), getattr(parameter, "placements", ())
@@ -89,7 +90,7 @@ def _squares(parameters: list[Tensor], gradients: list[Tensor], max_norm: float)
     for numbers in alike.values():
         first = parameters[numbers[0]]
         largest = torch.stack([_largest(gradients[i]) for i in numbers])
-        # What ranks were told goes with it: two numbers whose sum is 0 where it is the same.
+        # Two more numbers check max_norm: their maxima sum to 0 only if all ranks have the same value.
         reduced = _reduced(first, torch.cat([largest, _number_of(max_norm, largest.device)]), "max")
         largest, apart = reduced[:-2], reduced[-2:].sum()
         if asks and apart.item() != 0:
@@ -97,7 +98,7 @@ def _squares(parameters: list[Tensor], gradients: list[Tensor], max_norm: float)
             assert dtensor is not None
             groups = [dtensor.device_mesh.get_group(axis) for axis in _cut_axes(dtensor)]
             agreement.refuse_differences(groups, {"max_norm": str(max_norm)}, "it must be the same on all")
-        # 2^exponent is above the largest magnitude.
+        # 2^exponent exceeds the largest magnitude.
         exponents = ((largest >> 23) - 126).to(torch.int64)
         bits = [_bits(parameters[i].numel()) for i in numbers]
         sums = torch.stack([_sums(gradients[i], e, b) for i, e, b in zip(numbers, exponents, bits, strict=True)])
@@ -114,7 +115,7 @@ _last: list[float] = []
 
 
 def _asks(max_norm: float, device: torch.device) -> bool:
-    """Says whether the host looks at what ranks were told: a GPU is waited for where it is another value than before."""
+    """Returns whether the host compares max_norm; on a GPU, which it must wait for, only if the value has changed."""
     if device.type == "cuda" and (_last == [max_norm] or torch.cuda.is_current_stream_capturing()):
         return False
     _last[:] = [max_norm]
@@ -127,12 +128,12 @@ def _number_of(max_norm: float, device: torch.device) -> Tensor:
 
 
 def _reduced(parameter: Tensor, values: Tensor, op: str) -> Tensor:
-    """Reduces values ("max" or "sum") over the mesh axes that cut a parameter, on their own device."""
+    """Reduces values ("max" or "sum") over the mesh axes that shard a parameter; the result stays on their device."""
     dtensor, device = sharding.as_dtensor(parameter), values.device
     if dtensor is None:
         return values
     mesh = dtensor.device_mesh
-    # Gradients that FSDP2 keeps on the CPU belong to groups that may speak to GPUs only.
+    # The groups of gradients that FSDP2 offloads to the CPU may support GPU tensors only.
     values = values.to(mesh.device_type)
     for axis in _cut_axes(dtensor):
         sent = collectives.all_reduce(values.contiguous(), op, mesh.get_group(axis).group_name)
@@ -145,7 +146,7 @@ def _cut_axes(dtensor: DTensor) -> list[int]:
 
 
 def _largest(gradient: Tensor) -> Tensor:
-    """The largest magnitude as fp32 bits, int32 (): NaN is above Inf."""
+    """Returns the largest magnitude as fp32 bits, int32 (); NaN orders above Inf."""
     if gradient.numel() == 0:
         return torch.zeros((), dtype=torch.int32, device=gradient.device)
     pieces = [piece.float().abs().view(torch.int32).max() for piece in _chunks(gradient)]
@@ -153,12 +154,12 @@ def _largest(gradient: Tensor) -> Tensor:
 
 
 def _bits(elements: int) -> int:
-    """Number of bits of a square such that the sum of so many stays below 2^62."""
+    """Returns how many bits a square may have so that the sum of `elements` of them stays below 2^62."""
     return 62 - (max(elements, 1) - 1).bit_length()
 
 
 def _sums(gradient: Tensor, exponent: Tensor, bits: int) -> Tensor:
-    """Sums of the leading and the next `bits` bits of the squares, counted from 2^(2 * exponent): int64 [2]."""
+    """Returns the sums of the leading and the following `bits` bits of all squares, below 2^(2 * exponent): int64 [2]."""
     total = torch.zeros(2, dtype=torch.int64, device=gradient.device)
     power = _power(bits - 2 * exponent)
     for piece in _chunks(gradient):
@@ -174,5 +175,5 @@ def _chunks(gradient: Tensor) -> tuple[Tensor, ...]:
 
 
 def _power(exponent: Tensor) -> Tensor:
-    """2^exponent, exactly: float64, from its bits."""
+    """Returns 2^exponent exactly, as float64 built from its bits."""
     return ((exponent + 1023) << 52).view(torch.float64)

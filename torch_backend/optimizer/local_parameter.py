@@ -1,12 +1,12 @@
-"""`LocalParameter`: what this rank holds of a parameter, where that lies in the whole, and its step.
+"""`LocalParameter`: this rank's shard of a parameter, its position in the whole, and its current step.
 
-parameter (DTensor or plain)          codes, or values: what the model computes with
+parameter (DTensor or plain)          codes or values that the model computes with
   | find
   v
-LocalParameter                        its local tensor, and where that lies: worked out once, again only where that changes
+LocalParameter                        local tensor and layout, recomputed only if the layout changes
   | gradient, state, coefficients, step
   v
-row of a table                        what the kernels read (`step_table`); its fixed fields are worked out once, too
+row of a table                        input of the kernels (`step_table`); its constant fields are cached
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ from ..weights.requantize import quantization_of
 MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
 SCALE_NAMES = ("exp_avg_scales", "exp_avg_sq_scales")
 
-# Of `step_table.ARRAYS`, as users know them.
+# Users' names for `step_table.ARRAYS`.
 _NAMES = ("gradient", "master", *MOMENT_NAMES, *SCALE_NAMES, "values or codes", "scales")
 
 
 class LocalParameter:
-    """The part of a parameter that this rank holds, and the step that it takes.
+    """This rank's shard of a parameter and the step it takes.
 
-    An optimizer keeps one for each parameter, but no tensors between its steps: memory that others replace is theirs to free.
+    An optimizer keeps one for each parameter. Between steps it holds no tensors, so replaced memory can be freed.
 
     Attributes:
         param: the parameter, a DTensor or a plain tensor.
-        held: its local tensor, as backwards know it.
-        local: that, or the values of a `CastWeight`: quantized, or plain values.
-        placements: of a DTensor, else None.
-        start: (batch, row, column) of the first element in the unsharded array, leading axes counted as one.
+        held: its local tensor, the one autograd knows.
+        local: `held`, or the values of a `CastWeight`: quantized or plain.
+        placements: a DTensor's placements, else None.
+        start: (batch, row, column) of the first element in the unsharded array, with leading axes flattened.
         whole: (rows, columns) of the unsharded matrix.
-        lies: how the parameter lies.
-        format: of its codes; None for plain values.
-        one_pass: whether a kernel can write the codes while it updates the master; the same on every rank that shares it.
-        two_passes: whether it can once it knows the amax of the whole parameter, whose blocks lie within ranks; likewise.
-        version: of `held` after the optimizer's last step.
-        number: the parameter's position in the optimizer.
-        state: its state.
+        lies: sharding of the parameter.
+        format: format of its codes; None for plain values.
+        one_pass: the kernel that updates the master can also write the codes; equal on all ranks that share the parameter.
+        two_passes: a second kernel can write them from the whole parameter's amax, since no block crosses ranks; likewise.
+        version: autograd version of `held` after the last step.
+        number: the parameter's index in the optimizer.
+        state: its optimizer state.
         gradient: local, contiguous.
-        coefficients: the step's constants: numbers, or where only the device knows them float32 of their order.
-        step: the step's number, likewise.
-        row: what stays of its row of the table, or None before the arrays are known.
+        coefficients: the step's constants: numbers, or a float32 tensor in the same order if only the device knows them.
+        step: the step's number, or a tensor likewise.
+        row: the cached part of its table row; None before the arrays are known.
     """
 
     param: Tensor
@@ -88,7 +88,7 @@ class LocalParameter:
             self.find(param)
 
     def find(self, param: Tensor) -> None:
-        """Looks up the local tensor, which FSDP replaces; where it is of another kind, works out again where it lies."""
+        """Sets the local tensor, which FSDP replaces; recomputes the layout if shape, dtype, device or placement changed."""
         mesh = sharding.mesh_of(param)
         local, placements = param, None
         if mesh is not None:
@@ -103,7 +103,7 @@ class LocalParameter:
         found = (mesh, placements, whole, local.shape, local.dtype, local.device, format, origin)
         if found == self._found:
             return
-        self._found = self._arrays = self.row = None  # until all is known
+        self._found = self._arrays = self.row = None  # reset until everything is known
         if local.is_neg():
             raise ValueError(
                 f"params: the memory of a parameter of shape {tuple(param.shape)} holds the negated values (torch's negative "
@@ -114,7 +114,7 @@ class LocalParameter:
         self.start = (0, row, column) if mesh is None else _start(self.lies, sharding.rank_in(param, self.lies))
         self.whole, self.format = (self.lies.shape[-2], self.lies.shape[-1]), format
         self.one_pass = self.two_passes = False
-        # A GPU's pass takes tiles, which know no amax of a whole row.
+        # The GPU kernel processes tiles and has no amax of a whole row.
         if format is not None and not ((format.per_row and local.is_cuda) or self._cuts(format)):
             self.one_pass = step_table.one_pass(format)
             self.two_passes = step_table.two_passes(format)
@@ -122,11 +122,7 @@ class LocalParameter:
         self._found = found
 
     def take_gradient(self, gradient: Any) -> None:
-        """Takes this rank's part of the parameter's gradient, `param.grad`.
-
-        Raises:
-            TypeError: it is sparse.
-        """
+        """Takes this rank's shard of `param.grad`, contiguous; raises TypeError if it is sparse."""
         if gradient.layout is not torch.strided:
             raise TypeError(f"gradients must be dense, got layout {gradient.layout}: use sparse=False in the embedding")
         if self.placements is not None and (dtensor := sharding.as_dtensor(gradient)) is not None:
@@ -138,27 +134,27 @@ class LocalParameter:
 
     @staticmethod
     def forget(todo: list[LocalParameter]) -> None:
-        """Lets go of the step's tensors."""
+        """Drops the step's tensors."""
         for one in todo:
             one.param = one.held = one.local = one.state = one.gradient = one.coefficients = one.step = None  # pyright: ignore
 
     @property
     def origin(self) -> tuple[int, int]:
-        """Returns (row, column) of the first element, matrices counted one below the other: random bytes count from there."""
+        """Returns (row, column) of the first element with matrices stacked vertically; indexes the random bytes."""
         return (self.start[0] * self.whole[0] + self.start[1], self.start[2])
 
     def _cuts(self, format: Format) -> bool:
         return format.block is not None and self.cuts_blocks(format.block)
 
     def cuts_blocks(self, block: tuple[int, int]) -> bool:
-        """Returns whether some rank's part, or this one's beginning, falls inside a block; the same on every rank of a mesh."""
+        """Returns whether a block crosses ranks, or this part starts inside one; equal on every rank of a mesh."""
         if self.lies.mesh is sharding.ONE_RANK:
             return bool(self.start[1] % block[0] or self.start[2] % block[1])
         return _cuts_blocks(self.lies, block)
 
     @property
     def reduced_over(self) -> tuple[str, ...]:
-        """Returns the names of the process groups over which the amax of the whole parameter is reduced."""
+        """Returns the names of the process groups that reduce the whole parameter's amax."""
         if self._reduced_over is None:
             assert isinstance(self.local, QuantizedTensor)
             step, groups = quantization_of(self.param, self.local)
@@ -167,7 +163,7 @@ class LocalParameter:
 
     @property
     def tensor_scale_address(self) -> int:
-        """Returns the address of the scale of the whole parameter, 0 where its format has none beside the blocks' scales."""
+        """Returns the address of the tensor scale, or 0 if the format has none."""
         scale = self.local.tensor_scale  # pyright: ignore[reportAttributeAccessIssue]
         if scale is None:
             return 0
@@ -177,13 +173,13 @@ class LocalParameter:
 
     @property
     def scalars(self) -> Coefficients:
-        """Returns the constants one by one."""
+        """Returns the coefficients as separate scalars."""
         c = self.coefficients
         return c if isinstance(c, Coefficients) else Coefficients(*c.unbind())
 
     @property
     def moves(self) -> bool | Tensor:
-        """Returns whether the weight may move at all; a tensor where only the device knows."""
+        """Returns whether the step may change the weight; a tensor if only the device knows."""
         c = self.coefficients
         if isinstance(c, Coefficients):
             return not (adamw.stands_still(c) or c.skip)
@@ -191,20 +187,17 @@ class LocalParameter:
         return ~adamw.stands_still(c) & (c.skip == 0)
 
     def key(self, key: tuple[int, int], rounded: int) -> Any:
-        """Returns the key that rounds the weight or a moment in this step."""
+        """Returns the random key that rounds the weight or a moment in this step."""
         if isinstance(self.step, int):
             return adamw.rounding_key(key, self.step, self.number, rounded)
-        # Filled in on the device: nothing may be copied there while a graph is captured.
+        # Filled on the device: a captured graph allows no host-to-device copies.
         words = [torch.full((), word, dtype=torch.int64, device=self.step.device) for word in (*key, self.number, rounded)]
         return adamw.rounding_key(torch.stack(words[:2]), self.step.to(torch.int32), words[2], words[3])
 
     def addresses(self, arrays: tuple[Tensor | None, ...], *, again: bool = False) -> list[int]:
-        """Returns the addresses of a row (`step_table.ADDRESSES`), 0 where there is none.
+        """Returns the addresses of a row (`step_table.ADDRESSES`), 0 for missing arrays; renews `row` if dtypes have changed.
 
-        Sets `row`, anew where dtypes have changed.
-
-        Raises:
-            TypeError, ValueError: an array is not contiguous, or has another dtype, size or device than it must have.
+        Raises TypeError or ValueError if an array is not contiguous or has another dtype, size or device than expected.
         """
         device, found = self.local.device, []
         for x, expected in zip(arrays[: len(step_table.ARRAYS)], self._arrays or self._expected(arrays), strict=True):
@@ -233,7 +226,7 @@ class LocalParameter:
         return found
 
     def _expected(self, arrays: tuple[Tensor | None, ...]) -> tuple:
-        """Sets `row`, and returns (dtype, number of elements, alignment) of each of its arrays, or None."""
+        """Sets `row` and returns (dtype, number of elements, alignment) of each array, or None."""
         gradient, _, first, _, _, _, out, *_ = arrays
         assert gradient is not None
         assert first is not None
@@ -266,7 +259,7 @@ class LocalParameter:
 
 
 def _lying(param: Tensor) -> Sharding:
-    """Returns how a parameter lies; a vector is a matrix of one row."""
+    """Returns a parameter's sharding; a vector counts as a matrix of one row."""
     if param.ndim >= 2:
         return sharding.sharding_of(param)
     mesh, shape = sharding.mesh_of(param), (1, math.prod(param.shape))
@@ -276,7 +269,7 @@ def _lying(param: Tensor) -> Sharding:
     return _row(shape, sharding.core_mesh(mesh), placements)
 
 
-# An optimizer has many parameters that lie alike.
+# Many parameters share one layout.
 _kept = lru_cache(maxsize=4096)
 
 

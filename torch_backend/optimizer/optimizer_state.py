@@ -1,15 +1,15 @@
-"""The state of each parameter: master weight and moments, as this rank's part, and as a state dict shows them.
+"""Optimizer state of each parameter (step, master, moments), in memory and in state dicts.
 
-    parameter (DTensor or plain)          codes, or values: what the model computes with
+    parameter (DTensor or plain)          codes or values that the model computes with
       | new_moments, new_master
       v
-    state: step, master, exp_avg, ..      plain local tensors; moments as they are kept (fp32, bfloat16, FP8 codes and scales)
+    state: step, master, exp_avg, ..      plain local tensors; moments in fp32, bfloat16, or FP8 codes and scales
       | portable / restore
       v
-    state dict                            fp32 values, DTensors placed as the parameter: torch's checkpoints reshard them
+    state dict                            fp32 values, DTensors placed as the parameter, which torch's checkpoints reshard
 
-A state dict holds fp32 values whatever moments are kept in. Nothing is lost by that (`definition.adamw`), and it can be loaded
-on another mesh, with other moments, or by torch's own AdamW.
+State dicts always hold fp32 values. The conversion is lossless (`definition.adamw`), so a state dict can be loaded on another
+mesh, with other moments, or by torch's own AdamW.
 """
 
 from __future__ import annotations
@@ -36,15 +36,14 @@ from .osci_reset import PATHS, new_paths, resets
 
 
 def matrices(x: Tensor) -> Tensor:
-    """Returns x as [..., rows, columns]: a vector is one row."""
+    """Returns x as [..., rows, columns]; a vector becomes one row."""
     return x if x.ndim >= 2 else x.reshape(1, -1)
 
 
 def moments_of(one: LocalParameter, wanted: str) -> str:
-    """Returns the kind of a parameter's moments. FP8 is for matrices: vectors are small, and sharding cuts their blocks.
+    """Returns the dtype name of a parameter's moments.
 
-    Raises:
-        ValueError: FP8 blocks would straddle ranks.
+    fp8 means float32 for vectors, which are small and sharded within blocks. Raises ValueError if FP8 blocks would cross ranks.
     """
     if wanted != "fp8" or one.param.ndim < 2:
         return "float32" if wanted == "fp8" else wanted
@@ -58,7 +57,7 @@ def moments_of(one: LocalParameter, wanted: str) -> str:
 
 
 def new_moments(one: LocalParameter, moments: str) -> dict[str, Tensor]:
-    """Returns moments of zero."""
+    """Returns zero moments."""
     kept = moments_of(one, moments)
     shape, device = one.local.shape, one.local.device
     if kept != "fp8":
@@ -70,12 +69,12 @@ def new_moments(one: LocalParameter, moments: str) -> dict[str, Tensor]:
 
 
 def needs_master(one: LocalParameter, master: str | None) -> bool:
-    """Returns whether the parameter has a separate master: plain fp32 parameters are their own."""
+    """Returns whether the parameter has a separate master; plain fp32 parameters are their own master."""
     return master is not None and (isinstance(one.local, QuantizedTensor) or one.local.dtype != torch.float32)
 
 
 def new_master(one: LocalParameter) -> Tensor:
-    """Makes the fp32 master of a parameter: of its original values, if it has kept them (it drops them), or its values."""
+    """Creates the fp32 master from the original values, which are then dropped, or else from the current values."""
     q = one.local
     if not isinstance(q, QuantizedTensor):
         return q.detach().to(torch.float32, copy=True).contiguous()
@@ -86,15 +85,14 @@ def new_master(one: LocalParameter) -> Tensor:
 
 
 def renew_master(one: LocalParameter, state: dict[str, Tensor]) -> None:
-    """Makes a state's master anew where values or codes have been loaded into the parameter since.
+    """Recreates a master, in place, if values or codes have been loaded into the parameter since.
 
-    A master that the codes, or 16-bit values, were made of stays: a checkpoint's model may be loaded behind its optimizer.
-    Original values of a weight that has become a quantized one since are its master's, and dropped.
+    A master that rounds to the current codes or 16-bit values is kept: a checkpoint's model may be loaded after its optimizer.
     """
     master, local = state.get("master"), one.local
     if master is None:
         return
-    # In place: a CUDA graph that was captured knows this memory.
+    # In place: a captured CUDA graph refers to this memory.
     if not isinstance(local, QuantizedTensor):
         values = local.detach()
         master.copy_(torch.where(master.to(values.dtype) == values, master, values.to(torch.float32)))
@@ -107,10 +105,10 @@ def renew_master(one: LocalParameter, state: dict[str, Tensor]) -> None:
 
 
 def _made_of(q: QuantizedTensor, master: Tensor) -> Tensor:
-    """Says whether the codes are those of a master, in a tensor: nothing is read back from a GPU.
+    """Returns whether a master encodes to the current codes, as a tensor, without a device read.
 
-    Reciprocals of the scales may be other ones here than those that the codes were made with, by 2^-22 of themselves: a code
-    counts that is between those of values a little smaller and a little larger.
+    Reciprocals of scales may differ by a relative 2^-22 from those used to encode, so codes of slightly smaller or larger
+    values also match.
     """
     encode = cuda.encode if kernels_for(master) is cuda else numerics.encode
     values, same = _values(q, q.codes), torch.zeros_like(master, dtype=torch.bool)
@@ -125,7 +123,7 @@ def _values(q: QuantizedTensor, codes: Tensor) -> Tensor:
 
 
 def load_moment(one: LocalParameter, state: dict[str, Tensor], which: int) -> Tensor:
-    """Returns a moment in fp32, of the local tensor's shape; the state's own tensor where that is fp32."""
+    """Returns a moment in fp32, of the local shape; no copy if it is stored in fp32."""
     kept = state[MOMENT_NAMES[which]]
     if kept.dtype != torch.uint8:
         return kept.to(torch.float32)
@@ -133,7 +131,7 @@ def load_moment(one: LocalParameter, state: dict[str, Tensor], which: int) -> Te
 
 
 def store_moment(one: LocalParameter, state: dict[str, Tensor], which: int, values: Tensor, key: Any) -> None:
-    """Writes a moment into the state; `key` None rounds to nearest, which loses nothing of values that were kept before."""
+    """Stores a moment. key=None rounds to nearest, which is exact for values that were stored before."""
     kept = state[MOMENT_NAMES[which]]
     if kept.dtype == torch.uint8:
         place = {"origin": one.origin, "shape": one.whole}
@@ -148,7 +146,7 @@ def store_moment(one: LocalParameter, state: dict[str, Tensor], which: int, valu
 
 
 def portable(param: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns a parameter's state as a state dict shows it: fp32 values, placed as the parameter is."""
+    """Returns a parameter's state for a state dict: fp32 values, placed as the parameter."""
     one = LocalParameter(param)
     shown = {name: state[name] for name in ("step", "master", *PATHS) if name in state}
     shown |= {name: load_moment(one, state, which) for which, name in enumerate(MOMENT_NAMES)}
@@ -158,10 +156,9 @@ def portable(param: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
 def restore(
     param: Tensor, shown: dict[str, Any], *, moments: str, master: str | None, capturable: bool, osci_reset: Any
 ) -> dict[str, Tensor]:
-    """Makes a parameter's state from a state dict's: of any mesh, any kind of moments, or of torch's own AdamW.
+    """Creates a parameter's state from a state dict's, of any mesh or moments, or of torch's own AdamW.
 
-    Raises:
-        ValueError: something is missing, or is not of the parameter's shape.
+    Raises ValueError if an entry is missing or its shape differs from the parameter's.
     """
     one = LocalParameter(param)
     missing = [name for name in ("step", *MOMENT_NAMES) if name not in shown]
@@ -172,18 +169,18 @@ def restore(
     state = {"step": step.to(one.local.device) if capturable else step.cpu(), **new_moments(one, moments)}
     for which, name in enumerate(MOMENT_NAMES):
         store_moment(one, state, which, _local_values(one, name, shown[name]), None)
-    # A checkpoint of torch's AdamW has no master: the next step makes it from the parameter.
+    # torch's AdamW saves no master; the next step makes it from the parameter.
     if needs_master(one, master) and "master" in shown:
         state["master"] = _local_values(one, "master", shown["master"]).clone()
         if osci_reset is not None and resets(one, state):
-            # Without those of a run that had no OsciReset, a window that is open begins now.
+            # If the saved run had no OsciReset, the paths of an open window start at 0.
             state |= {name: _local_values(one, name, shown[name]).clone() for name in PATHS if name in shown}
             state |= new_paths(one, state)
     return state
 
 
 def _local_values(one: LocalParameter, name: str, value: Tensor) -> Tensor:
-    """Returns this rank's part of a tensor that is whole, or lies as the parameter does or otherwise."""
+    """Returns this rank's shard of a tensor that is whole, placed as the parameter, or placed differently."""
     if tuple(value.shape) == tuple(one.param.shape):
         if sharding.placed_alike(value, one.param):
             value = sharding.local_of(value)
@@ -204,30 +201,30 @@ def _local_values(one: LocalParameter, name: str, value: Tensor) -> Tensor:
 
 
 _OWN = ("moments", "master", "capturable", "osci_reset")
-"""The settings of how state is kept, which nothing that is loaded changes."""
+"""Settings of how state is stored; loading doesn't change them."""
 
 
 def unsupported_setting(settings: Mapping[str, Any], *, decoupled: bool) -> str | None:
-    """Returns the first of torch's settings that AdamW (decoupled) or Adam doesn't have with this value, as NAME=VALUE."""
+    """Returns, as NAME=VALUE, the first torch setting that AdamW (decoupled) or Adam doesn't support, or None."""
     own = {"amsgrad": False, "maximize": False, "differentiable": False, "decoupled_weight_decay": decoupled}
     return next((f"{name}={settings[name]}" for name, value in own.items() if bool(settings.get(name, value)) != value), None)
 
 
 @dataclass
 class _Made:
-    """A tensor of a state on its way through torch's `load_state_dict`, which would cast it to the parameter's dtype."""
+    """Wraps a state's tensor for torch's `load_state_dict`, which would cast a plain tensor to the parameter's dtype."""
 
     value: Tensor
 
 
 def renew_masters(optimizer: Optimizer) -> None:
-    """Makes masters anew of weights whose values were loaded behind the optimizer."""
+    """Recreates masters whose parameters were loaded without the optimizer."""
     for param, state in optimizer.state.items():
         renew_master(LocalParameter(param), state)
 
 
 def show(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Shows the states in a state dict that torch has made; a hook, as the two below are."""
+    """Replaces the states in torch's state dict by portable ones; a state_dict post-hook."""
     renew_masters(optimizer)
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
@@ -237,10 +234,10 @@ def show(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def make(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Makes the state dict that torch is to load: states made, settings complete. Nothing is changed before all of it fits."""
+    """Converts a state dict for torch to load; a pre-hook. It raises before anything has changed."""
     ours, theirs = optimizer.param_groups, state_dict["param_groups"]
     if [len(group["params"]) for group in ours] != [len(group["params"]) for group in theirs]:
-        return state_dict  # torch says what is wrong.
+        return state_dict  # torch raises its own error
     groups, states = [], {}
     for own, group in zip(ours, theirs, strict=True):
         if unfit := unsupported_setting(group, decoupled=optimizer._decoupled):
@@ -255,7 +252,7 @@ def make(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def take(optimizer: Optimizer) -> None:
-    """Takes the states that were made for torch to load."""
+    """Unwraps the loaded states; a load_state_dict post-hook."""
     for param, state in optimizer.state.items():
         optimizer.state[param] = {name: made.value for name, made in state.items()}
         local = sharding.local_of(param)

@@ -1,16 +1,15 @@
-"""One step of all parameters: in one call of the kernels, and what they can't quantize in that pass after it.
+"""Carries out one step of all parameters.
 
-masters and moments      all parameters of a device in one call of the kernels, or the definition one by one; copies in 16
-  |                      bits and the codes of blocks that lie within this rank's part are written in the same pass, and
-  |                      amaxes of whole parameters found
+masters and moments      one kernel call per device, or the definition one by one; the same pass writes 16-bit copies and the
+  |                      codes of blocks within this rank's shard, and finds amaxes of whole parameters
   v
-codes by those amaxes    one scale per tensor, two levels: reduced over ranks all together, then another call of the kernels
+codes from those amaxes  one scale per tensor, or two levels: reduced over ranks together, then a second kernel call
   |
   v
-codes of the rest        on a CPU, or of blocks that straddle ranks: quantized from the masters
+remaining codes          on a CPU, or if blocks cross ranks: quantized from the masters
   |
   v
-without a master         dequantized for the length of a step, some at a time, and rounded stochastically
+without a master         dequantized for the step, in batches, and rounded stochastically
 """
 
 from __future__ import annotations
@@ -36,23 +35,17 @@ from ..weights.requantize import check_writable, requantize_
 from .local_parameter import MOMENT_NAMES, SCALE_NAMES, LocalParameter
 from .optimizer_state import load_moment, matrices, store_moment
 
-# Weights without a master are dequantized so many elements (of the whole parameters) at a time.
+# Batch size, in elements of whole parameters, for dequantizing weights without a master.
 _TRANSIENT = 1 << 26
 
 
 Tables = dict[torch.device, Table]
 Arrays = tuple[Any, ...]
-"""A parameter's `step_table.ARRAYS`, and constants and step number where the device alone knows them."""
+"""A parameter's `step_table.ARRAYS`, followed by coefficients and step number if only the device knows them."""
 
 
 def carry_out(todo: list[LocalParameter], key: tuple[int, int], tables: Tables) -> None:
-    """Takes the steps of all parameters, in place.
-
-    Args:
-        todo: the parameters, in the same order on every rank.
-        key: the optimizer's.
-        tables: those of the step before, of each device; kept for the next one.
-    """
+    """Takes all parameters' steps in place. `todo` has the same order on every rank; `tables` caches each device's table."""
     with_master, without, plain = [], [], []
     for one in todo:
         if "master" in one.state:
@@ -60,7 +53,7 @@ def carry_out(todo: list[LocalParameter], key: tuple[int, int], tables: Tables) 
         elif one.format is not None:
             without.append(one)
         elif one.local.dtype is torch.float32:
-            with_master.append((one, one.local))  # it is its own
+            with_master.append((one, one.local))  # its own master
         else:
             plain.append(one)
     later = _update(with_master, key, tables, whole_step=True)
@@ -73,16 +66,10 @@ def carry_out(todo: list[LocalParameter], key: tuple[int, int], tables: Tables) 
 def _update(
     todo: Iterable[tuple[LocalParameter, Tensor]], key: tuple[int, int], tables: Tables, *, whole_step: bool
 ) -> list[LocalParameter]:
-    """Updates fp32 weights and moments: those of a device in one call of its kernels.
+    """Updates fp32 weights and moments with one kernel call per device, and writes the parameters too if `whole_step`.
 
-    Args:
-        todo: parameters, and the weight of each: its master, or values for the length of a step.
-        key: the optimizer's.
-        tables: as for `carry_out`.
-        whole_step: writes the parameters too, as far as the same pass can.
-
-    Returns:
-        The quantized parameters whose codes are still to be written.
+    Each parameter comes with its weight: a master, or values dequantized for this step. Returns the quantized parameters whose
+    codes remain to be written.
     """
     first, second = MOMENT_NAMES
     first_scales, second_scales = SCALE_NAMES
@@ -105,7 +92,7 @@ def _update(
             elif by_kernels and one.two_passes and kernels is cuda:
                 check_writable(local)
                 out, out_scales = local.codes, local.scales
-                if not (out.is_contiguous() and out_scales.is_contiguous()):  # parts of something else
+                if not (out.is_contiguous() and out_scales.is_contiguous()):  # views of other memory
                     copies += ((out, out := out.contiguous()), (out_scales, out_scales := out_scales.contiguous()))
             else:
                 later.append(one)
@@ -130,7 +117,7 @@ def _update(
 
 
 def _by_kernels(kernels: Any, todo: list[LocalParameter], table: Any, whole_step: bool) -> None:
-    """Calls the kernels of a device: for the step, and again for codes that need the amaxes which it finds."""
+    """Calls a device's kernels for the step, then again for codes that need the amaxes it found."""
     on = todo[0].gradient
     waiting: dict[tuple[str, ...], list[int]] = {}
     if whole_step and kernels is cuda:
@@ -156,11 +143,7 @@ def _by_kernels(kernels: Any, todo: list[LocalParameter], table: Any, whole_step
 def _filled(
     kernels: Any, todo: list[LocalParameter], arrays: list[Arrays], key: tuple[int, int], tables: Tables, device: torch.device
 ) -> Any:
-    """The table of this step, all of whose arrays are checked.
-
-    Raises:
-        TypeError, ValueError: an array is not as it must be.
-    """
+    """Returns this step's table after checking all arrays; raises TypeError or ValueError for one that doesn't fit."""
     if kernels is not cuda:
         addresses = [one.addresses(own) for one, own in zip(todo, arrays, strict=True)]
         table = _table(todo, key, tables, device)
@@ -173,7 +156,7 @@ def _filled(
             table = _table(todo, key, tables, device)
             try:
                 addresses, misfit = cuda_adamw.addresses(flat, table.expected)
-            except Exception:  # of something without memory, such as what lies on meta
+            except Exception:  # of a tensor without memory, such as one on meta
                 for one, own in zip(todo, arrays, strict=True):
                     one.addresses(own)
                 raise
@@ -181,7 +164,7 @@ def _filled(
                 break
             place = misfit // step_table.ADDRESSES
             before = todo[place].row
-            # Raises, unless the gradient or the moments have got another dtype.
+            # Raises unless only the dtype of the gradient or moments has changed.
             todo[place].addresses(arrays[place])
             assert todo[place].row is not before
         addresses = addresses.reshape(len(todo), -1)
@@ -212,7 +195,8 @@ def _update_by_definition(one: LocalParameter, weight: Tensor, key: tuple[int, i
     moved, first, second = adamw.update(weight, first, second, one.gradient.to(torch.float32), one.scalars)
     skip = one.scalars.skip
     for which, values in enumerate((first, second)):
-        # What was kept is kept again as it is, but for a NaN's neighbours: where the device alone knows, it is put back.
+        # Storing an unchanged moment changes it only beside NaNs. If only the device knows of the skip, the old one is
+        # restored.
         names = [name for name in (MOMENT_NAMES[which], SCALE_NAMES[which]) if name in one.state]
         before = {name: one.state[name].clone() for name in names} if isinstance(skip, Tensor) else {}
         store_moment(one, one.state, which, values, one.key(key, FIRST + which))
@@ -229,7 +213,7 @@ def _copy_where(condition: bool | Tensor, out: Tensor, values: Tensor) -> None:
 
 
 def _requantize(todo: list[LocalParameter], values: list[Tensor], keys: list[Any] | None) -> None:
-    """Quantizes the parameters that may have moved: all in one go, for the sake of the reductions."""
+    """Quantizes all parameters that may have moved together, so that they share reductions."""
     if not todo:
         return
     chosen = [i for i, one in enumerate(todo) if one.moves is not False]
@@ -242,7 +226,7 @@ def _requantize(todo: list[LocalParameter], values: list[Tensor], keys: list[Any
 
 
 def _copies(one: LocalParameter) -> list[tuple[Tensor, Tensor]]:
-    """Returns codes and scales with copies of them, where only the device knows whether they are to change."""
+    """Returns codes and scales with copies if only the device knows whether they change, else []."""
     q = one.local
     if not isinstance(q, QuantizedTensor) or isinstance(one.coefficients, Coefficients):
         return []
@@ -250,7 +234,7 @@ def _copies(one: LocalParameter) -> list[tuple[Tensor, Tensor]]:
 
 
 def _step_without_masters(todo: list[LocalParameter], key: tuple[int, int]) -> None:
-    """Updates quantized weights that have no master: dequantized, and rounded stochastically to their format."""
+    """Updates quantized weights without masters: dequantizes, steps and rounds stochastically to their format."""
     batch: list[tuple[LocalParameter, Tensor]] = []
     elements = 0
     for one in chain(todo, (None,)):
@@ -264,7 +248,7 @@ def _step_without_masters(todo: list[LocalParameter], key: tuple[int, int]) -> N
 
 
 def _round_in_place(one: LocalParameter, key: tuple[int, int]) -> None:
-    """Updates a bfloat16 parameter that has no master."""
+    """Updates a bfloat16 parameter without a master."""
     local = one.local.detach()
     weight = local.to(torch.float32, copy=True).contiguous()
     _update([(one, weight)], key, {}, whole_step=False)

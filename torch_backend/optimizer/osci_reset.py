@@ -1,10 +1,10 @@
-"""OsciReset in the optimizers (`definition.oscillation`): elementwise passes around a step, in array operations.
+"""OsciReset for the optimizers (`definition.oscillation`): elementwise array operations around a step.
 
-master, codes             before the step: copies, in the steps of a window alone
-  | carry_out             the step, by the kernels, which know nothing of it
+master, codes             before the step: copied, only in the steps of a window
+  | carry_out             the step's kernels, unaware of OsciReset
   v
-master, codes             behind it: both paths get longer; where the window ends, masters that oscillate become what their
-                          codes stand for
+master, codes             after the step: both paths grow; at a window's end, oscillating masters are set to their
+                          dequantized codes
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from ..weights.cast_weight import CastWeight
 from .local_parameter import LocalParameter
 
 PATHS = ("master_path", "quantized_path")
-"""Names of the lengths of a weight's paths in its state, float32, of the master's shape."""
+"""State entries of the path lengths, float32, in the master's shape."""
 
 
 def osci_reset(optimizer: Optimizer, settings: OsciReset | None = None) -> Optimizer:
-    """Makes an optimizer reset masters of quantized weights that oscillate between two codes to what these stand for.
+    """Makes an optimizer reset masters that oscillate between two codes of a quantized weight to the dequantized code.
 
-    It keeps two fp32 numbers for each element of a quantized weight, and in the steps of a window copies of masters and weights
-    for the length of a step. Codes stay as they are.
+    It keeps two fp32 numbers per element of a quantized weight and, during each step of a window, copies of masters and
+    weights. Codes don't change.
 
     Args:
-        optimizer: `AdamW` or `Adam` with masters; the host has to know the step, so capturable must be False.
-        settings: the published ones by default (`definition.oscillation`).
+        optimizer: `AdamW` or `Adam` with masters and capturable=False, since the host must know the step.
+        settings: by default the published ones (`definition.oscillation`).
 
     Returns:
         The optimizer.
 
     Raises:
         TypeError: another optimizer.
-        ValueError: a setting that means nothing, or doesn't go with the optimizer's; or no trained parameter is quantized. The
-            optimizer is as it was then.
+        ValueError: a setting is invalid or conflicts with the optimizer's, or no trained parameter is quantized. The optimizer
+            is unchanged.
 
     Example:
         >>> optimizer = osci_reset(bfp.AdamW(model.parameters(), lr=1e-3), OsciReset(period=200, window=50))
     """
     if not isinstance(optimizer, Optimizer) or "osci_reset" not in optimizer.defaults:
         raise TypeError(f"optimizer must be blockfp's AdamW or Adam, got {type(optimizer).__name__}")
-    # A plain tuple, which torch.load takes in state dicts.
+    # torch.load accepts a plain tuple in state dicts, but no NamedTuple.
     how = tuple(oscillation.check_settings(OsciReset() if settings is None else settings))
     trained = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     for param in trained:
@@ -67,14 +67,14 @@ def osci_reset(optimizer: Optimizer, settings: OsciReset | None = None) -> Optim
 
 
 def check_group(group: Mapping[str, Any]) -> None:
-    """Raises ValueError where a group's settings don't go with OsciReset."""
+    """Raises ValueError if a group's settings conflict with OsciReset."""
     for name, needed in (("master", "float32"), ("capturable", False)):
         if group[name] != needed:
             raise ValueError(f"osci_reset needs {name}={needed!r}, got {group[name]!r}")
 
 
 def check_keeps_codes(param: Tensor, name: str = "") -> None:
-    """Raises ValueError for a parameter whose codes are made anew for each product."""
+    """Raises ValueError for a `CastWeight`, which has no codes between steps."""
     if isinstance(sharding.local_of(param), CastWeight):
         raise ValueError(
             f"parameter{name} of this group, of shape {tuple(param.shape)}, has no codes between two steps, as "
@@ -83,21 +83,19 @@ def check_keeps_codes(param: Tensor, name: str = "") -> None:
 
 
 def resets(one: LocalParameter, state: dict[str, Tensor]) -> bool:
-    """Says whether OsciReset is for a parameter: it is quantized, and has a master."""
+    """Returns whether OsciReset applies: the parameter is quantized and has a master."""
     return one.format is not None and "master" in state
 
 
 def new_paths(one: LocalParameter, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the paths that a state lacks, of length 0."""
+    """Returns zero lengths for the paths missing in a state."""
     return {name: state["master"].new_zeros(one.local.shape) for name in PATHS if name not in state}
 
 
 class Windows:
-    """The parameters whose step lies in a window, with what they were before it.
+    """Parameters whose step falls into a window, with their masters and values before the step.
 
-    Args:
-        todo: the parameters of a step, before it is carried out.
-        settings: those of OsciReset, by places in `todo`.
+    `settings` maps indices of `todo` to their OsciReset.
     """
 
     def __init__(self, todo: list[LocalParameter], settings: dict[int, OsciReset]):
@@ -110,7 +108,7 @@ class Windows:
                 self._open.append((one, place, how, one.state["master"].clone(), _values(one)))
 
     def close(self) -> None:
-        """Makes the paths longer by the step that was carried out, and resets masters where it ends a window."""
+        """Adds this step to the paths, and resets oscillating masters if it ends the window."""
         for one, place, how, *before in self._open:
             master, quantized = one.state["master"], _values(one)
             paths = [one.state[name] for name in PATHS]
@@ -121,6 +119,6 @@ class Windows:
 
 
 def _values(one: LocalParameter) -> Tensor:
-    """Returns what the codes of this rank's part stand for, float32."""
+    """Returns this rank's dequantized codes, float32."""
     assert isinstance(one.local, QuantizedTensor)
     return one.local.detach().dequantize(one.state["master"].dtype)  # pyright: ignore[reportCallIssue]

@@ -1,4 +1,4 @@
-"""`set_recipe`: another recipe in the middle of a run, with codes made from the optimizer's masters."""
+"""`set_recipe`: changes the recipe during a run and makes new codes from the optimizer's masters."""
 
 from __future__ import annotations
 
@@ -33,35 +33,32 @@ Layer = QuantizedLayer | Experts
 
 @torch.no_grad()
 def set_recipe(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None, recipe: Recipe | str | ByPath) -> nn.Module:
-    """Changes the recipe of a model's quantized layers in the middle of a run, where they stand.
+    """Changes the recipe of a model's quantized layers in place, during a run.
 
-    Weights are quantized anew from the optimizer's fp32 masters, over all shards as if they were whole: the codes are those
-    that the new recipe would have given them in the last step. Weights without a master are quantized from the original values
-    that they keep, or from what their codes stand for (frozen ones, `master=None`). Parameters stay the same objects, and the
-    optimizer's state stays as it is: masters, moments, step. Random keys and steps of stochastic rounding are carried over, and
-    so are histories and scales of delayed scaling where the new recipe has the same; otherwise these begin anew, keys as the
-    layers' paths say.
+    Weights are requantized from the optimizer's fp32 masters, over all shards as if unsharded: the codes are those that the new
+    recipe would have given in the last step. Weights without a master (frozen, or `master=None`) are requantized from their
+    original values if kept, else from their dequantized codes. Parameters stay the same objects and the optimizer's state is
+    unchanged. Random keys and step counts of stochastic rounding carry over, and so do histories and scales of delayed scaling
+    if the new recipe has the same; otherwise they start anew, with keys from the layers' paths.
 
-    Call it between two steps, on every rank alike, under FSDP2 too, which lets go of the weights that it holds gathered.
-    Compiled blocks are compiled again; CUDA graphs that you captured yourself have to be captured again. A checkpoint saved
-    before it is loaded by `load_checkpoint(.., requantize=True)`.
+    Call it between two steps, with the same arguments on every rank. FSDP2 reshards its gathered weights. Compiled blocks are
+    recompiled; capture your own CUDA graphs again. Load an older checkpoint by `load_checkpoint(.., requantize=True)`.
 
     Args:
-        model: with layers of `convert`, or of this library; sharded or not, wrapped by DDP or torch.compile or not.
-        optimizer: whose masters its weights have, also as accelerate and Lightning wrap it; several, as torchtitan's container
-            or a list has them; None for a model that isn't trained.
-        recipe: as for `convert`, of the paths without what wrappers put into them. Layers for which it gives None keep theirs,
-            and layers that aren't quantized stay as they are.
+        model: with layers from `convert` or this library; sharded or not, wrapped by DDP or torch.compile or not.
+        optimizer: holds the weights' masters; also as wrapped by accelerate or Lightning, several in a list or in torchtitan's
+            container, or None for a model that isn't trained.
+        recipe: as for `convert`; paths leave out names added by wrappers. Layers for which it gives None keep their recipe;
+            layers that aren't quantized don't change.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: model or optimizer is something else.
-        ValueError: there is no quantized layer, or none in which a pattern is found; a layer can't have the recipe; weights
-            that two layers share would need two formats; a trained weight is not in the optimizer; layers that tensor
-            parallelism cut; weights on the meta device; or, on all of them, ranks of a mesh that were given other recipes.
-            Everything is as it was then.
+        TypeError: model or optimizer has the wrong type.
+        ValueError: there is no quantized layer or a pattern matches none; a layer can't have the recipe; a shared weight would
+            need two formats; a trained weight is not in the optimizer; a layer is sharded by tensor parallelism; weights are on
+            the meta device; or ranks of a mesh got different recipes (raised on all). Nothing has changed.
 
     Example:
         >>> bfp.set_recipe(model, optimizer, "mxfp8")  # the last steps of a run in nvfp4
@@ -79,7 +76,7 @@ def set_recipe(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | No
         path: one for path in layers if (one := recipes.resolve(recipe, path)) is not None and one != layers[path].recipe
     }
     _agree(plain, {path: changes.get(path, layer.recipe) for path, layer in layers.items()})
-    # Else layers hold FSDP2's gathered weights, which are no parameters of the optimizer.
+    # Otherwise layers hold FSDP2's gathered weights, which aren't the optimizer's parameters.
     reshard(model)
     formats = _formats(layers, changes)
     records = {id(record.sharded_param): record for record in fsdp_params_of(model)}
@@ -99,7 +96,7 @@ def set_recipe(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | No
 
 
 def _agree(model: nn.Module, recipes: dict[str, Recipe]) -> None:
-    """Compares the recipes that layers are to have on all ranks of the meshes that their parameters lie on."""
+    """Compares the layers' new recipes on all ranks of the parameters' meshes."""
     meshes = [sharding.mesh_of(param) for param in model.parameters()]
     told = {f"the new recipe of {path or 'the model'}": agreement.told_recipe(recipe) for path, recipe in recipes.items()}
     for mesh in dict.fromkeys(mesh for mesh in meshes if mesh is not None):
@@ -108,17 +105,13 @@ def _agree(model: nn.Module, recipes: dict[str, Recipe]) -> None:
 
 
 def _products(layer: Layer) -> Iterator[tuple[str, StatefulLayer]]:
-    """Yields what keeps the recipe's state for each weight of a layer, and the weight's name."""
+    """Yields each weight's name and the layer that keeps its recipe state."""
     for name in quantized_names(layer):
         yield name, layer.product_of(name) if isinstance(layer, Experts) else layer
 
 
 def _formats(layers: dict[str, Layer], changes: dict[str, Recipe]) -> list[tuple[str, Tensor, Format]]:
-    """Returns the weights whose format changes, each once: its name, itself and the new format.
-
-    Raises:
-        ValueError: a layer can't have its new recipe.
-    """
+    """Returns (name, weight, new format) of each weight whose format changes; raises ValueError for an impossible recipe."""
     wanted: dict[int, tuple[str, Format | None]] = {}
     found: dict[int, tuple[str, Tensor, Format]] = {}
     for path, layer in layers.items():
@@ -174,7 +167,7 @@ def _check_weight(name: str, param: Tensor, held: set[int] | None) -> None:
 
 
 def _change_weights(formats: list[tuple[str, Tensor, Format]], optimizers: list[Optimizer], records: dict[int, Any]) -> None:
-    """Gives weights new formats, in place; collective where they are sharded."""
+    """Gives weights their new formats in place; collective if they are sharded."""
     params, values, originals = [], [], []
     for _, param, format in formats:
         local: Any = sharding.local_of(param)
@@ -198,7 +191,7 @@ def _change_weights(formats: list[tuple[str, Tensor, Format]], optimizers: list[
 
 
 def _empty(local: QuantizedTensor, format: Format) -> QuantizedTensor:
-    """Returns a tensor of another format in the place of this one, whose codes are still to be written."""
+    """Returns a zero-filled tensor of the new format with this tensor's geometry."""
     shapes = layout.parts(tuple(local.shape), format, local.origin)
     made = [torch.zeros(shape, dtype=getattr(torch, dtype), device=local.device) for shape, dtype in shapes]
     codes, scales, *rest = made

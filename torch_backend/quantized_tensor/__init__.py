@@ -1,5 +1,5 @@
-"""`QuantizedTensor`: the tensor subclass, the operations it answers, where its rows lie, and what FSDP2 gathers of it."""
+"""`QuantizedTensor`: the tensor subclass, its operations, its shards' positions, and FSDP2's gather."""
 
-# The operations enter the table that the tensor looks them up in when these are imported.
+# Importing these registers the operations in the op table.
 from . import optable as optable
 from . import own_ops as own_ops

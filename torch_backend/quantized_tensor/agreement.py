@@ -1,11 +1,10 @@
-"""A check that ranks hold the same kinds of weights, made once before their codes first go from one to another.
+"""Checks, before codes are first exchanged, that all ranks hold weights of the same formats.
 
-Codes of two formats may have as many bytes, and what one rank sent would be decoded by another's format without an error. So
-before a group of FSDP2's parameters is gathered for the first time, every rank of their mesh puts a number that stands for the
-names, formats, shapes, dtypes and recipes of these parameters into one reduction, which gives the largest and the least: where
-they differ every rank raises. What FSDP2 made of a model says whether that was done, and it is alike on all ranks, whatever
-they hold, so they enter the reduction together; later gathers look no further than that. What FSDP2 can't do with quantized
-weights is refused at the same time. DistributedDataParallel's broadcasts of rank 0's weights ask in the same way (`bucket`).
+Codes of two formats may have equal sizes, so a rank could silently decode another rank's codes by its own format. Before FSDP2
+first gathers a parameter group, every rank hashes the names, formats, shapes, dtypes and recipes of its parameters, and one
+reduction over the mesh compares the hashes; if they differ every rank raises. Later gathers only look up the FSDPParam records,
+which are marked on all ranks together. Settings of FSDP2 that don't work with quantized weights are rejected at the same time.
+DistributedDataParallel's broadcasts make the same check (`bucket`).
 """
 
 from __future__ import annotations
@@ -26,15 +25,13 @@ from ..torch_internals import frame_above, fsdp_name, fsdp_param, fsdp_place, ga
 from .sharding import local_of, mesh_of
 
 _agreed: WeakSet[Any] = WeakSet()
-"""FSDP2's own entries (`FSDPParam`) for parameters on whose kind all ranks agree."""
+"""FSDP2's records (`FSDPParam`) of parameters that were compared."""
 
 
 def agree_before_gather() -> None:
-    """Checks what is gathered together, called by the hook before a gather: the first of a group asks for all of them.
+    """Compares the parameters that are gathered together; called before each gather, it acts on the first of a group.
 
-    Raises:
-        ValueError: on every rank, where ranks hold different kinds of a weight, both of which are named; or where FSDP2 is to
-            reshard a weight to a smaller mesh after the forward.
+    Raises ValueError on every rank if ranks hold different kinds of a weight, or if FSDP2 is to reshard to a smaller mesh.
     """
     caller = frame_above(2)
     param = fsdp_param(caller)
@@ -50,26 +47,26 @@ def agree_before_gather() -> None:
 
 
 def renew(param: Any) -> None:
-    """Makes FSDP2's record of a parameter anew, whose local tensor is of another format now; the next gather asks again."""
+    """Renews FSDP2's record of a parameter whose local tensor has a new format; the next gather compares it again."""
     renew_fsdp_param(param)
     _agreed.discard(param)
 
 
 def recipe_of(module: nn.Module) -> str | None:
-    """A description of a layer's recipe, in the same words in every process; None where it has none."""
+    """Returns a layer's recipe as text that is equal in every process, or None."""
     recipe = getattr(module, "recipe", None)
     return told_recipe(recipe) if isinstance(recipe, Recipe) else None
 
 
 def told_recipe(recipe: Recipe) -> str:
-    """A description of a recipe, in the same words in every process."""
+    """Returns a recipe as text that is equal in every process."""
     values = {field.name: getattr(recipe, field.name) for field in fields(recipe) if field.name != "name"}
     told = (f"{name}={sorted(value) if isinstance(value, frozenset) else value}" for name, value in values.items())
     return f"{recipe} ({', '.join(told)})"
 
 
 def kind_of(param: Tensor) -> str:
-    """A description of a parameter that holds on every rank: its format, shape and dtype."""
+    """Describes a parameter's format, global shape and dtype, which must be equal on every rank."""
     local = local_of(param)
     format, has_codes = getattr(local, "format", None), hasattr(local, "codes")
     kept = format if has_codes else "in high precision" if format is None else f"in high precision, cast to {format},"
@@ -77,20 +74,20 @@ def kind_of(param: Tensor) -> str:
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Descriptions of the settings of an optimizer's groups, by name."""
+    """Returns the settings of an optimizer's groups as text, by name."""
     found = {}
     for i, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
-            # Stages of a pipeline have other parameters.
+            # Pipeline stages have different parameters.
             if name not in ("params", "param_names"):
                 found[f"optimizer.param_groups[{i}][{name!r}]"] = repr(value.tolist() if isinstance(value, Tensor) else value)
     return found
 
 
 def _refuse_smaller_mesh(param: Any) -> None:
-    """Raises ValueError where a parameter is to be resharded to a smaller mesh after the forward.
+    """Raises ValueError for a parameter that FSDP2 would reshard to a smaller mesh after the forward.
 
-    FSDP2 keeps one plain tensor of such a parameter, and would fail after the forward with "Expected 1 all_gather_output".
+    FSDP2 keeps a single plain tensor for that and would fail later with "Expected 1 all_gather_output".
     """
     smaller, mesh = getattr(param, "post_forward_mesh_info", None), getattr(param, "mesh_info", None)
     ranks = getattr(smaller, "shard_mesh_size", None)
@@ -115,42 +112,33 @@ def _agree(mesh: Any, kinds: dict[str, str], device: torch.device) -> None:
 
 
 def groups_of(mesh: Any) -> list[dist.ProcessGroup]:
-    """Returns the groups of a mesh's axes."""
+    """Returns the process groups of a mesh's axes."""
     return [mesh.get_group(axis) for axis in range(mesh.ndim)]
 
 
 def agree(
     groups: list[dist.ProcessGroup], described: dict[str, str], device: torch.device, remedy: str
 ) -> list[dict[str, str]]:
-    """Compares what the ranks of some groups say of themselves, all of which call it, by two numbers.
+    """Compares descriptions, by name, over the ranks of `groups` with one reduction on `device`; collective.
 
-    Args:
-        groups: of the axes of a mesh, or one.
-        described: by name.
-        device: on which the groups reduce.
-        remedy: what to do where one name has two descriptions.
-
-    Returns:
-        What each rank says, where they have other names; nothing where all is alike.
-
-    Raises:
-        ValueError: on every rank, with the name and what two ranks say of it.
+    Raises ValueError on every rank if a name has two descriptions. If only the sets of names differ it returns every rank's
+    descriptions, and [] if all are equal.
     """
     bounds = max_reduce(number_of(sorted(described.items()), device), [group.group_name for group in groups])
     return [] if int(bounds.sum()) == 0 else refuse_differences(groups, described, remedy)
 
 
 def number_of(described: object, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """A number that stands for a description, and its negative: [2], of int64 or int32.
+    """Returns a hash of a description and its negative, [2] of int64 or int32.
 
-    The largest of the negated numbers is the least of them, negated: where ranks agree their sum is 0 after one maximum.
+    One maximum gives both the largest hash and the negated smallest one; their sum is 0 if ranks agree.
     """
     number = int.from_bytes(hashlib.sha256(repr(described).encode()).digest()[: dtype.itemsize - 1], "little")
     return torch.tensor([number, -number], dtype=dtype, device=device)
 
 
 def refuse_differences(groups: list[dist.ProcessGroup], described: dict[str, str], remedy: str) -> list[dict[str, str]]:
-    """Raises what `agree` does, on every rank of some groups; returns what each says where no name has two descriptions."""
+    """Gathers all descriptions and raises ValueError if a name has two; else returns every rank's descriptions."""
     everyones = [(dist.get_rank(), described)]
     for group in groups:
         gathered: list[Any] = [None] * dist.get_world_size(group)

@@ -1,11 +1,10 @@
-"""`Bucket`: quantized weights laid end to end, as DistributedDataParallel lays out what it broadcasts from rank 0.
+"""`Bucket`: concatenated quantized weights, for DistributedDataParallel's broadcasts from rank 0.
 
-    q.view(-1)                     a bucket of one weight
-    cat([q.view(-1), plain, ..])   a bucket of several, which holds copies of them
-    broadcast(bucket)              their codes, scales and plain values in one run of bytes
-    bucket[i:j].view(q.shape)      one of them again, whole
+    q.view(-1)                     a bucket of one weight cat([q.view(-1), plain, ..])   a bucket of copies of several
+        broadcast(bucket)              sends their codes, scales and plain values as one byte buffer bucket[i:j].view(q.shape)
+        one whole weight again
 
-It has the length and the dtype of the values, and holds none: all else that is asked of it raises.
+A bucket has the length and dtype of the values but doesn't store them; all other operations raise.
 """
 
 from __future__ import annotations
@@ -29,15 +28,11 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 Piece = Tensor
-"""A whole quantized tensor, or a plain one of one axis."""
+"""A whole quantized tensor, or a plain 1-D tensor."""
 
 
 class Bucket(Tensor):
-    """Whole quantized tensors and plain ones of one axis, end to end.
-
-    Attributes:
-        pieces: the tensors, in order.
-    """
+    """The concatenation of whole quantized tensors and plain 1-D tensors (`pieces`)."""
 
     pieces: tuple[Piece, ...]
 
@@ -78,7 +73,7 @@ def _view(bucket: Bucket, shape: Sequence[int]) -> Tensor:
         raise refused(
             aten.view.default, f"these are weights of shape {[tuple(p.shape) for p in bucket.pieces]}", FLAT, FLATTENERS
         )
-    # Autograd takes no view that is the very tensor that it is a view of, as a bucket of one holds it.
+    # Autograd rejects a view that is its own base, and a bucket of one weight holds that weight.
     return piece.detach()
 
 
@@ -93,10 +88,9 @@ def _slice(bucket: Bucket, dim: int = 0, start: int | None = None, end: int | No
 
 
 def _broadcast(tensors: Sequence[Tensor], group: Any, root: int, root_tensor: int, *options: Any, **more: Any) -> Any:
-    """Broadcasts codes, scales and plain values, and the originals that rank `root` keeps for its optimizer's masters.
+    """Broadcasts codes, scales, plain values, and the original values that rank `root` keeps for masters.
 
-    Raises:
-        ValueError: ranks hold other kinds of weights, which would read these codes as their own.
+    Raises ValueError if ranks hold different kinds of weights, which would misread the codes.
     """
 
     def send(parts: Sequence[Tensor]) -> Any:
@@ -104,7 +98,7 @@ def _broadcast(tensors: Sequence[Tensor], group: Any, root: int, root_tensor: in
         _, work = torch.ops.c10d.broadcast_.default([sent], group, root, root_tensor, *options, **more)
         work.wait()
         for part, received in zip(parts, sent.split([part.nbytes for part in parts]), strict=True):
-            # A copy first: what follows bytes of another length may lie at an odd address.
+            # Clone first: a slice of the byte buffer may be misaligned for the dtype.
             part.copy_(received.clone().view(part.dtype).view(part.shape))
         return work
 
@@ -136,7 +130,7 @@ def _broadcast(tensors: Sequence[Tensor], group: Any, root: int, root_tensor: in
 
 
 def flat(q: QuantizedTensor) -> Bucket:
-    """A quantized tensor as a bucket of one."""
+    """Returns a quantized tensor as a bucket of one."""
     return Bucket([q])
 
 

@@ -1,4 +1,4 @@
-"""Looks a torch operation on a `QuantizedTensor` up in the op table, which its neighbours fill, and carries it out."""
+"""Dispatches torch operations on a `QuantizedTensor` through the op table, which `optable` and `own_ops` fill."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ _VIEWS: set[Any] = set()
 
 
 def implements(*functions, view: bool = False):
-    """Enters the decorated handler, which takes the op's own arguments, into the table.
+    """Registers a handler, which takes the op's own arguments, for these ops.
 
-    Args:
-        functions: the ops that it handles.
-        view: whether its result shares memory with the first argument, which autograd and functionalization are told.
+    `view` marks results that share memory with the first argument, for autograd and functionalization.
     """
 
     def register(handler):
@@ -34,14 +32,10 @@ def implements(*functions, view: bool = False):
 
 
 def run(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Carries out one operation.
-
-    Raises:
-        NotImplementedError: the operation is not in the table, or not with these arguments.
-    """
+    """Runs one operation; raises NotImplementedError if the table has no handler for it or its arguments."""
     handler = _TABLE.get(func)
     if handler is None:
-        # In inference mode operations come here that are made of others: `view_as`, `chunk`, `to`.
+        # Inference mode dispatches composite operations such as `view_as`, `chunk` and `to`.
         if decomposes(func):
             return func.decompose(*args, **kwargs)
         raise refusal(func)
@@ -52,6 +46,8 @@ def run(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def viewing(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Enters the mode in which views of a tensor are made: both must be inference tensors or neither: they share a version."""
+    """Returns the inference mode context for making a view: base and view share a version counter, so both or neither are
+    inference tensors.
+    """
     normal = torch.is_inference_mode_enabled() and not tensor.is_inference()
     return torch.inference_mode(False) if normal else nullcontext()

@@ -1,15 +1,15 @@
-"""The hooks of FSDP2's gather: the parts of a quantized weight that are sent, and the whole that is put together.
+"""Hooks of FSDP2's all-gather: sends the parts of a quantized weight's shard and assembles the whole weight.
 
     shard (DTensor of QuantizedTensor)        codes [rows of this rank, ..], scales of the blocks that these rows touch
-      | send                                  both padded to the length that the plan gives every rank; no copy, where the
-      v                                       padding lies behind the short shard already
-    FSDP2's all-gather                        uint8 and float32 together, beside the other parameters of the group
+      | send                                  pads both to the common chunk length; no copy if the shard's memory already
+      v                                       has the padding after it
+    FSDP2's all-gather                        uint8 and float32 together with the group's other parameters
       | receive
       v
-    whole weight (QuantizedTensor)            codes: the head of what came. Scales too, or one index_select where shards share
-                                              blocks, into memory that FSDP2 frees and refills together with the rest
+    whole weight (QuantizedTensor)            codes are the head of the gathered buffer. So are scales, or one index_select if
+                                              shards share blocks, into memory that FSDP2 frees and refills with the rest
 
-The hooks know nothing of sharding: `plans.gather_weight` says how long the chunks are, and what to take of them.
+`plans.gather_weight` computes the chunk lengths and which elements to take.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from .geometry import Base, Geometry, Origin
 from .sharding import local_of
 
 AXIS = "fsdp"
-"""The mesh axis over which FSDP2 shards, in the core's plans."""
+"""Name of FSDP2's shard axis in the core's plans."""
 
 
 @dataclass(frozen=True, eq=False)
 class WeightGather:
-    """One rank's role in the gather of a weight, looked up at every gather in one go.
+    """One rank's role in the gather of a weight, cached as a whole because every gather needs it.
 
     Attributes:
         format: of the codes.
-        sharding: how the base lies on the shard mesh.
+        sharding: sharding of the base on the shard mesh.
         rank: this rank's position in the shard mesh.
-        base: what the shard mesh divides.
-        row: where this rank's rows begin in the base.
-        rows: how many they are.
-        chunks: of codes, scales and maybe tensor scale.
+        base: the tensor that the shard mesh divides.
+        row: first row of this rank in the base.
+        rows: number of this rank's rows.
+        chunks: of codes, scales and, if present, the tensor scale.
     """
 
     format: Format
@@ -61,11 +61,11 @@ class WeightGather:
 
 
 class GatherMetadata(NamedTuple):
-    """Data that the hook before the gather passes to the one after it.
+    """Passed from the pre-gather to the post-gather hook.
 
     Attributes:
         gather: this rank's role.
-        scales: this rank's own. On a shard mesh of one rank FSDP2 passes on the codes alone.
+        scales: this rank's scales; on a shard mesh of one rank FSDP2 passes on only the codes.
         tensor_scale: likewise.
     """
 
@@ -75,11 +75,8 @@ class GatherMetadata(NamedTuple):
 
 
 class Received(NamedTuple):
-    """A whole weight after its first gather.
-
-    Attributes:
-        arguments: of `QuantizedTensor`.
-        derived: the tensors that FSDP2 is to free and allocate with it.
+    """Constructor arguments of the whole weight after its first gather, and derived tensors that FSDP2 frees and allocates with
+    it.
     """
 
     arguments: tuple[Any, ...]
@@ -87,7 +84,7 @@ class Received(NamedTuple):
 
 
 class GatherHook:
-    """A method that FSDP2 calls before a gather, and at every gather asks `inspect.signature` for: it is worked out once."""
+    """A hook method with a cached signature, since FSDP2 calls `inspect.signature` on it at every gather."""
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
@@ -105,14 +102,7 @@ class GatherHook:
 def send(
     gather: WeightGather, codes: Tensor, scales: Tensor, tensor_scale: Tensor | None
 ) -> tuple[tuple[Tensor, ...], GatherMetadata]:
-    """Makes codes, scales and tensor scale of this rank's shard as long as every other rank's.
-
-    Args:
-        gather: this rank's role.
-        codes: of this rank's rows.
-        scales: likewise.
-        tensor_scale: of the whole weight, or None.
-    """
+    """Pads this rank's codes and scales to the chunk length that all ranks share; the tensor scale becomes [1]."""
     parts = (lengthened(gather.chunks[0], codes), lengthened(gather.chunks[1], scales))
     if tensor_scale is not None:
         parts = (*parts, tensor_scale.view(1))
@@ -120,16 +110,10 @@ def send(
 
 
 def receive(gathered: tuple[Tensor, ...], metadata: GatherMetadata, dtype: torch.dtype, out: Tensor | None) -> Received | None:
-    """Puts the whole weight together from the chunks of every rank.
+    """Assembles the whole weight from all ranks' chunks.
 
-    Args:
-        gathered: the chunks of all ranks one after another, for each tensor that `send` gave.
-        metadata: from `send`.
-        dtype: the nominal dtype of the result.
-        out: the weight made the first time, whose memory FSDP2 has refilled; None the first time.
-
-    Returns:
-        The weight the first time, then None.
+    `gathered` has one concatenation for each tensor from `send`. The first call (out=None) returns the weight, of nominal dtype
+    `dtype`; later calls refill `out`, whose memory FSDP2 has refilled, and return None.
     """
     own = _own_memory(gathered, metadata)
     if out is not None:
@@ -149,7 +133,7 @@ def receive(gathered: tuple[Tensor, ...], metadata: GatherMetadata, dtype: torch
 
 
 def _own_memory(gathered: tuple[Tensor, ...], metadata: GatherMetadata) -> tuple[Tensor | None, Tensor | None]:
-    """Scales and tensor scale if FSDP2 doesn't refill them, since they are no heads of gathered memory; else None."""
+    """Returns scales and tensor scale if FSDP2 doesn't refill them, since they aren't views of gathered memory; else None."""
     if len(gathered) == 1:
         return metadata.scales, metadata.tensor_scale
     index = _scales_index(metadata.gather, gathered[1].device)
@@ -162,26 +146,19 @@ def _scales_index(gather: WeightGather, device: torch.device) -> Tensor | None:
 
 
 def _refill(out: Tensor, own: tuple[Tensor | None, Tensor | None]) -> None:
-    """Writes scales and tensor scale into those of the whole weight."""
+    """Copies scales and tensor scale into the whole weight's."""
     for name, values in zip(("scales", "tensor_scale"), own, strict=True):
         if values is not None:
             into = getattr(local_of(out), name)
-            # Autograd may have saved it. To it this is memory that FSDP2 refills, which counts no version either.
+            # Autograd may have saved it. FSDP2's own refills don't count versions either.
             with keeping_version(into):
                 into.copy_(values)
 
 
 def weight_gather(format: Format, shape: torch.Size, geometry: Geometry, world: int, rank: int) -> WeightGather:
-    """A shard's role in the gather over the one-dimensional mesh over which FSDP shards.
+    """Returns a shard's role in the gather over FSDP's one-dimensional mesh of `world` ranks.
 
-    Args:
-        format: of its codes.
-        shape: of the shard.
-        geometry: where it lies.
-        world, rank: the mesh's length, and this rank's number in it (`sharding.place_on`).
-
-    Raises:
-        ValueError: it isn't what `fully_shard` puts on this rank.
+    Raises ValueError unless the shard is the one that `fully_shard` puts on this rank.
     """
     base = geometry.base
     if base is None:
@@ -199,7 +176,7 @@ def weight_gather(format: Format, shape: torch.Size, geometry: Geometry, world: 
     return found
 
 
-# Of tuples, which hash and compare without entering Python.
+# Cached by tuples, which hash and compare without calling Python.
 @lru_cache(maxsize=4096)
 def _weight_gather(format: Format, shape: tuple[int, ...], origin: Origin, world: int, rank: int) -> WeightGather:
     sharding = Sharding(shape, Mesh((world,), (AXIS,)), (Shard(0),))

@@ -1,8 +1,7 @@
-"""The identity of a wrapped parameter to other tools: its address, its storage, copies of it, `.data`.
+"""`Wrapper`: the address, storage, copies and `.data` of tensor subclasses that wrap other tensors.
 
-torch keeps a tensor subclass without memory of its own, whose address is 0 whatever it wraps. Accelerate, transformers and
-safetensors tell parameters apart by address, so `Wrapper` answers with the address of the wrapped tensor: views of one memory
-share it, and it is 0 where there is no memory.
+torch gives a wrapper subclass no memory and the address 0. Accelerate, transformers and safetensors identify parameters by
+address, so `Wrapper` reports the wrapped tensor's: views of one memory share it, and without memory it is 0.
 """
 
 from __future__ import annotations
@@ -14,33 +13,33 @@ import torch
 from torch import Tensor
 
 NO_POINTER = 64
-"""Bits by which the address of codes is shifted. It tells tensors apart like any number, but fits in no pointer.
+"""Bits by which the address of codes is shifted, so that it identifies a tensor but fits in no pointer.
 
-Under the dtype and the shape of the values there are fewer bytes than these say, so who reads memory by them must not find any:
-with such an address ctypes has a null pointer, and Triton and C++ overflow.
+Codes have fewer bytes than the nominal dtype and shape suggest, so reading memory at this address must fail: ctypes gets a null
+pointer, Triton and C++ overflow.
 """
 
 
 class Wrapper(Tensor):
-    """A tensor subclass around others, which is known by the address of one of them."""
+    """A tensor subclass around other tensors, identified by the address of one of them."""
 
     def memory(self) -> Tensor:
-        """The tensor by whose address this one is known."""
+        """Returns the tensor whose address identifies this one."""
         raise NotImplementedError
 
     def shift(self) -> int:
-        """The number of bits by which its address is shifted: 0 where memory of this dtype and shape is there."""
+        """Returns by how many bits the address is shifted; 0 if its memory has this dtype and shape."""
         raise NotImplementedError
 
     def adopt(self, other: Self) -> None:
-        """Wraps what another tensor of this class wraps."""
+        """Wraps the tensors that `other` wraps."""
         raise NotImplementedError
 
     def data_ptr(self) -> int:
         return self.memory().data_ptr() << self.shift()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """torch's own storage of the subclass, without memory; its `data_ptr()` is that of the wrapped tensor's storage."""
+        """Returns torch's empty storage of the subclass; its `data_ptr()` is the wrapped storage's, shifted."""
         storage: Any = super().untyped_storage()
         inner, shift = self.memory().untyped_storage(), self.shift()
         storage.data_ptr = lambda: inner.data_ptr() << shift
@@ -52,11 +51,7 @@ class Wrapper(Tensor):
 
     @data.setter
     def data(self, other: Self) -> None:
-        """Wraps what another tensor wraps; torch's own setter leaves that where it is.
-
-        Raises:
-            TypeError: it is of another class.
-        """
+        """Wraps the tensors that `other` wraps, which torch's setter doesn't change; raises TypeError for another class."""
         if type(other) is not type(self):
             ours, theirs = type(self).__name__, type(other).__name__
             raise TypeError(
@@ -68,7 +63,7 @@ class Wrapper(Tensor):
         self.adopt(other)
 
     def _no_values(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuses what torch does to memory itself, where it asks no subclass."""
+        """Raises for methods that access memory without dispatching to subclasses."""
         raise NotImplementedError(
             f"a {type(self).__name__} has no memory of {self.dtype} for NumPy, DLPack or Python: take dequantize() of a "
             "QuantizedTensor, values of a CastWeight"

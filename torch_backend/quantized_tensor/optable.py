@@ -1,10 +1,10 @@
-"""The op table: every operation of torch that a `QuantizedTensor` answers, and what it does to codes and scales.
+"""The op table: torch operations on a `QuantizedTensor` as operations on its codes and scales.
 
-None of them looks at values. Whatever is not here raises and names itself; nothing dequantizes on its own.
+None of them needs values. An operation that isn't here raises; nothing dequantizes implicitly.
 
-`fully_shard` hits, in this order: split, new_zeros (the padded shard), slice, copy_, view to one dimension, slice, detach, and
-new_empty where ranks outnumber rows; empty_like when a meta tensor is materialized; as_strided at the first gather. See
-`geometry` for what they pass on to each other.
+`fully_shard` calls, in order: split, new_zeros (the padded shard), slice, copy_, view(-1), slice, detach, and new_empty if
+there are more ranks than rows; empty_like for materialized meta tensors; as_strided at the first gather. `geometry` explains
+how they pass on the position.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _map(q: QuantizedTensor, function: Callable[[Tensor], Tensor], geometry: Geo
     return q.with_parts(*(function(part) for part in q.parts), geometry=geometry)
 
 
-# ---- the same tensor again
+# ---- aliases
 
 
 @implements(aten.detach.default, aten.alias.default, view=True)
@@ -42,7 +42,7 @@ def _alias(q: QuantizedTensor) -> QuantizedTensor:
 
 @implements(aten.view.default)
 def _view(q: QuantizedTensor, shape: Sequence[int]) -> Tensor:
-    # FSDP2 keeps `shard.view(-1)` and asks nothing of it; any other answer would make it look for a storage.
+    # FSDP2 only stores `shard.view(-1)`; any other result would make it access a storage.
     if tuple(shape) == tuple(q.shape) or (tuple(shape) == (-1,) and q.geometry.base):
         return run(aten.alias.default, (q,), {})
     if tuple(shape) in ((-1,), (q.numel(),)):
@@ -52,7 +52,8 @@ def _view(q: QuantizedTensor, shape: Sequence[int]) -> Tensor:
 
 @implements(aten.as_strided.default, view=True)
 def _as_strided(q: QuantizedTensor, shape: Sequence[int], stride: Sequence[int], storage_offset: int | None = None):
-    # What functionalization asks for where a compiled function returns an alias of its argument, and FSDP2 of a whole weight.
+    # Requested by functionalization for a compiled function that returns an alias of its argument, and by FSDP2 for a whole
+    # weight.
     if tuple(shape) != tuple(q.shape) or tuple(stride) != q.stride() or storage_offset:
         raise refused(
             aten.as_strided.default,
@@ -152,9 +153,10 @@ def _copy(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Te
 
 
 def _keeps(shard: QuantizedTensor, source: Tensor) -> bool:
-    """Says whether a copy into a shard is kept for `load_state_dict`: of values, or what stands for codes (`names.no_values`).
+    """Returns whether a copy into a shard is kept for `load_state_dict`: of values, or of the empty stand-in
+    (`names.no_values`).
 
-    torch's state dicts copy into shards what rank 0 has broadcast, and then load the parameters themselves.
+    torch's state dict utilities copy what rank 0 has broadcast into shards before they load the parameters.
     """
     geometry = shard.geometry
     if geometry.gathered or not (geometry.cut or geometry.base) or shard.is_meta:
@@ -169,7 +171,7 @@ def _phase(q: QuantizedTensor) -> tuple[int, int]:
     return q.origin[0] % rows, 0 if q.format.per_row else q.origin[1] % columns
 
 
-# ---- new memory: for codes where it is to hold this tensor or a part of it, else for values
+# ---- new memory: codes if it may hold this tensor or a part of it, else values
 
 
 @implements(aten.empty_like.default)
@@ -192,7 +194,7 @@ def _new_zeros(q: QuantizedTensor, shape: Sequence[int], *, dtype: torch.dtype |
         )
     scales = list(q.scales.shape)
     if q.format.block is not None:
-        # Wherever it will lie, its rows touch no more blocks than this.
+        # Enough for any position: these rows can't touch more blocks.
         scales[0] = -(-shape[0] // q.format.block[0]) + 1 if q.ndim == 2 else shape[0]
     where = _on_device_of(q, where)
     return q.with_parts(
@@ -242,10 +244,10 @@ def _permute(q: QuantizedTensor, dims: Sequence[int]) -> QuantizedTensor:
 
 def _swap_matrix(q: QuantizedTensor) -> QuantizedTensor:
     codes, scales = numerics.transpose(q.codes, q.scales, q.format, columns=q.shape[-1])
-    # Unpacked codes come back as a view; codes are contiguous everywhere.
+    # Unpacked codes come back as a view; codes must be contiguous.
     codes, scales = (part.clone(memory_format=torch.contiguous_format) for part in (codes, scales))
     tensor_scale = None if q.tensor_scale is None else q.tensor_scale.clone()
-    # To torch it is a view.
+    # torch regards the result as a view.
     with viewing(q):
         return q.with_parts(codes, scales, tensor_scale, columns=q.shape[-2], geometry=Geometry((q.origin[1], q.origin[0])))
 
@@ -282,13 +284,13 @@ def _divide(q: QuantizedTensor, dim: int, spans: list[tuple[int, int]]) -> list[
     parts = [_narrow(q, axis, first, last) for first, last in spans]
     if axis == 0:
         for part in parts:
-            # Of its own, even where it is all of q, whose geometry it would share.
+            # A new geometry even for all of q, which must not get a base.
             part.geometry = replace(part.geometry, base=Base(tuple(q.shape), q.origin))
     return parts
 
 
 def _narrow(q: QuantizedTensor, axis: int, first: int, last: int) -> QuantizedTensor:
-    """Slices elements first .. last along an axis: any rows, whole blocks of columns (any where a row has one scale)."""
+    """Slices elements first .. last along an axis: any rows; only whole blocks of columns unless a row has one scale."""
     bytes_first, bytes_last = (first, last) if axis < q.ndim - 1 else _bytes(q, first, last)
     columns = q.shape[-1] if axis < q.ndim - 1 else last - first
     codes = aten.slice.Tensor(q.codes, axis, bytes_first, bytes_last)
@@ -313,10 +315,10 @@ def _narrow(q: QuantizedTensor, axis: int, first: int, last: int) -> QuantizedTe
 
 
 def _shares(q: QuantizedTensor, axis: int, first: int, last: int) -> bool:
-    """Says whether elements first .. last along an axis share a scale or original values with others of the tensor."""
+    """Returns whether elements first .. last along an axis share a scale or original values with the rest of the tensor."""
     base, block = q.geometry.base, q.format.block
     if base is not None and axis == first == 0 and (q.ndim > 2 or q.origin[0] + last == base.end[0]):
-        # Behind them lies padding: FSDP2's buffer of a short shard.
+        # Only padding follows, in FSDP2's buffer of a short shard.
         return False
     if q.initial is not None or block is None or q.tensor_scale is not None:
         return True
@@ -327,8 +329,8 @@ def _shares(q: QuantizedTensor, axis: int, first: int, last: int) -> bool:
 
 
 def _bytes(q: QuantizedTensor, first: int, last: int) -> tuple[int, int]:
-    """Returns the bytes of a row of codes that hold columns first .. last, which must be whole blocks."""
-    # Any part of a row has the row's scale.
+    """Returns the byte range in a row of codes for columns first .. last, which must be whole blocks."""
+    # Any part of a row keeps the row's scale.
     block = q.format.block[1] if q.format.block and not q.format.per_row else 1
     cuts = [cut for cut in (first, last) if 0 < cut < q.shape[-1]]
     bits, together = q.format.element.bits, q.format.element.codes_per_group

@@ -1,4 +1,4 @@
-"""blockfp's own operations on a `QuantizedTensor`: its values, and the products that layers have with a weight in codes."""
+"""blockfp's own operations on a `QuantizedTensor`: dequantization, and a layer's products with a quantized weight."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _linear_backward(
     _check_format(weight, linear_ops.recipe_of(casts).weight.format)
     run = linear_ops.backward if runs_now(weight.codes) else linear_ops.linear_backward
     parts = (weight.codes, weight.scales, weight.tensor_scale)
-    # `origin` is that of a plain weight.
+    # The caller's `origin` is for plain weights.
     options = (needs_x, needs_weight, columns, dtype, weight.origin, x_aligned)
     return run(gradient, list(x), *parts, amax, multiplier, keys, casts, *options)
 
@@ -126,7 +126,7 @@ def _grouped_backward(
 
 
 def experts_parts(weight: QuantizedTensor, casts: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The parts of a weight of groups, whose matrices are whole."""
+    """Returns the parts of a grouped weight; raises ValueError unless its matrices are whole."""
     _check_format(weight, linear_ops.recipe_of(casts).weight.format)
     if weight.origin != (0, 0):
         raise ValueError(f"weights of groups must be whole matrices, and these begin at {weight.origin}")
@@ -137,7 +137,7 @@ def experts_parts(weight: QuantizedTensor, casts: str) -> tuple[Tensor, Tensor, 
 
 
 def _fill(func: Any, q: QuantizedTensor, *args: Any, **options: Any) -> QuantizedTensor:
-    # What a DTensor holds is no parameter, and may share its scales with other ranks.
+    # A DTensor's local tensor is not a parameter, and may share scales with other ranks.
     if not isinstance(q, nn.Parameter) or q.geometry.base is not None or q.geometry.gathered:
         raise refused(
             func,
@@ -149,7 +149,7 @@ def _fill(func: Any, q: QuantizedTensor, *args: Any, **options: Any) -> Quantize
     values = func(torch.empty(q.shape, dtype=q.dtype, device=q.device), *args, **options)
     parts = ops.quantize(values, q.format.name, None)
     source = q.with_parts(*parts, geometry=q.geometry.copy(initial=None))
-    # What an optimizer begins its masters from.
+    # The optimizer initializes its master from these.
     source.initial = values.to("cpu", copy=True) if q.requires_grad else None
     return run(aten.copy_.default, (q, source), {})
 

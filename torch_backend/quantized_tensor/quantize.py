@@ -22,15 +22,14 @@ from .tensor import QuantizedTensor
 def quantize(x: Tensor, format: Format | str, *, key: Key | None = None) -> QuantizedTensor:
     """Quantizes a tensor in blocks of its last two axes.
 
-    Where x requires grad the result does too, and the gradient passes through unchanged (straight-through). In a compiled
-    function the result's `dequantize` and `mT` can be used, its attributes not; one that is differentiated through must
-    not be among the function's results.
+    If x requires grad, so does the result; the gradient passes through unchanged (straight-through). A compiled function may
+    use the result's `dequantize` and `mT`, but not its attributes, and must not return a result that requires grad.
 
     Args:
-        x: float32, float16 or bfloat16, two or more axes.
+        x: float32, float16 or bfloat16, with two or more axes.
         format: a `Format` or its name, see `blockfp.formats.NAMES`.
-        key: None rounds to nearest even; a seed or a tensor of two uint32 words on x's device (int32 and int64 hold them
-            too) rounds stochastically. In compiled code use a tensor: another seed is another graph.
+        key: None rounds to nearest even; a seed, or a tensor of two uint32 words on x's device (also as int32 or int64), rounds
+            stochastically. Use a tensor in compiled code: each new seed would compile a new graph.
 
     Raises:
         TypeError: x is not a tensor of a supported dtype, or the key is a `torch.Generator` (see `random_key`).
@@ -65,9 +64,9 @@ def quantize(x: Tensor, format: Format | str, *, key: Key | None = None) -> Quan
 
 
 def fake_quantize(x: Tensor, format: Format | str, *, key: Key | None = None) -> Tensor:
-    """x quantized and dequantized again, in its own dtype: what a product with it would see.
+    """Quantizes and dequantizes x, in its own dtype: the values that a product with the quantized x uses.
 
-    The gradient passes through unchanged. Arguments and errors are those of `quantize`.
+    The gradient passes through unchanged. Arguments and errors are the same as for `quantize`.
     """
     return quantize(x, format, key=key).dequantize()
 
@@ -77,7 +76,7 @@ def _quantize(x: Tensor, format: Format, key: Tensor | None) -> QuantizedTensor:
         parts = ops.quantize(x, format.name, key)
     except RuntimeError as error:
         if "allocate" in str(error):
-            # A view of a few elements may stand for any number of them.
+            # An expanded view can have any number of elements.
             error.add_note(f"x has shape {tuple(x.shape)}, {x.numel()} elements")
         raise
     return QuantizedTensor(parts[0], parts[1], parts[2] if len(parts) > 2 else None, format, x.shape[-1], x.dtype)
@@ -97,9 +96,9 @@ class _Quantize(torch.autograd.Function):
 
 
 def from_jax(q: Any) -> QuantizedTensor:
-    """A `blockfp.jax.QuantizedArray` as a tensor on the same device, without a copy.
+    """Returns a `blockfp.jax.QuantizedArray` as a tensor on the same device, without a copy.
 
-    The two share memory, and JAX takes arrays to be immutable: don't write into the result.
+    Both share memory, and JAX assumes that arrays are immutable: don't write into the result.
 
     Raises:
         TypeError: q is not a quantized array of JAX.
@@ -130,14 +129,12 @@ def from_jax(q: Any) -> QuantizedTensor:
 
 
 def key_tensor(key: Key, device: torch.device) -> Tensor:
-    """A seed, or two uint32 words in any form, as an int32 tensor of shape (2,) on `device`.
+    """Returns a seed, or two uint32 words in any form, as an int32 tensor (2,) on `device`.
 
-    Raises:
-        TypeError: the key is a `torch.Generator`.
-        ValueError: it is not a seed or two words, or is a tensor on another device. The words of an int64 tensor are looked at
-            on the CPU only, and not where they are traced.
+    Raises TypeError for a `torch.Generator`, and ValueError for an invalid key or one on another device. An int64 tensor's
+    values are checked only on the CPU and outside of tracing.
     """
-    # torch 2.15 compiles no question whether a tensor is a Generator.
+    # torch 2.15 can't compile isinstance(key, torch.Generator) for a tensor.
     if not isinstance(key, Tensor) and isinstance(key, torch.Generator):
         raise TypeError("key must be a seed or two uint32 words, got a torch.Generator: pass random_key(generator)")
     words = key_words(key)
@@ -151,36 +148,29 @@ def key_tensor(key: Key, device: torch.device) -> Tensor:
 
 
 def random_key(generator: torch.Generator | None = None) -> Tensor:
-    """A new key drawn from a generator: an int64 tensor of two uint32 words on the generator's device.
+    """Draws a key from a generator: an int64 tensor of two uint32 words on the generator's device.
 
     Args:
-        generator: by default torch's own on the CPU.
+        generator: by default torch's global CPU generator.
     """
     device = torch.device("cpu") if generator is None else generator.device
     return torch.randint(1 << 32, (2,), generator=generator, dtype=torch.int64, device=device)
 
 
 _COPIED = int.from_bytes(b"copy")
-"""Folded into the key of a copied layer: no step is so high."""
+"""Folded into the key of a copied layer; larger than any step count."""
 
 
 def copied_key(key: Tensor, number: int) -> Tensor:
-    """Returns the key of a layer's copy, int64, on the key's device.
-
-    Args:
-        key: the layer's own.
-        number: of the copy, from 1.
-    """
+    """Returns the key of a layer's copy `number` (from 1): int64, on the device of the layer's own key."""
     folded: Any = fold_in(fold_in(key, _COPIED), number)
     return folded.to(torch.int64) & 0xFFFFFFFF
 
 
 def data_rank(sharded: int) -> int:
-    """This rank's coordinate on the axes that divide the batch, as far as the point of use knows them.
+    """Returns this rank's index along the axes that divide the batch.
 
-    Args:
-        sharded: that on the axes over which FSDP2 shards (`sharding.data_rank`). DDP's is the rank in the process group of the
-            model whose forward this is.
+    `sharded` is its index along FSDP2's axes (`sharding.data_rank`). Inside a DDP forward, DDP's rank replaces it.
     """
     model = ddp_model()
     return sharded if model is None or model.process_group is None else model.process_group.rank()

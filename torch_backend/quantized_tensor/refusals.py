@@ -1,7 +1,7 @@
-"""Errors of operations that need the values of a weight: which kind of operation it is, and what would work instead.
+"""Errors for operations that need a weight's values, with remedies for each kind of operation.
 
-Whoever reads it may not have called the operation: an optimizer did, an average of weights, an initializer, attention that
-reads the weight of a layer that it holds.
+The user may not have called the operation: it may come from an optimizer, an average of weights, an initializer, or attention
+that reads its layers' weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PRODUCTS = {
     )
     for overload in packet.overloads()
 }  # fmt: skip
-"""Operations that multiply with a weight, torch's fused ones too, also into memory and in a dtype that are given."""
+"""Products with a weight, including torch's fused ones and the out= and dtype overloads."""
 
 PRODUCTS_ADDED = {getattr(aten, name).default for name in ("addmm_", "baddbmm_", "addbmm_", "addmv_")}
 """Operations that add a product to their first argument."""
@@ -80,7 +80,7 @@ FLATTENERS = (
 
 
 def refusal(func: Any) -> NotImplementedError:
-    """Returns the error of an operation that is not in the op table."""
+    """Returns the error for an operation that is not in the op table."""
     if func.namespace in ("c10d", "_c10d_functional"):
         values = "blockfp.torch.high_precision_state_dict(model) gathers values"
         return refused(func, "codes travel with their scales", values, _SENDERS)
@@ -97,7 +97,7 @@ def refusal(func: Any) -> NotImplementedError:
 
 
 def jit_refusal() -> NotImplementedError:
-    """Returns the error of what torch.jit.trace would record as the constant that it computed once."""
+    """Returns the error for torch.jit.trace, which would record results as constants."""
     return NotImplementedError(
         "torch.jit.trace doesn't see what blockfp computes, and would keep its results as constants. TensorBoard's "
         "add_graph, fvcore and ONNX with dynamo=False trace so, too: use torch.export or torch.compile, for FLOPs "
@@ -107,7 +107,7 @@ def jit_refusal() -> NotImplementedError:
 
 
 def refused(func: Any, reason: str, remedy: str, hints: Sequence[str] = ()) -> NotImplementedError:
-    """Returns an error in one sentence, with notes for those whose code it isn't: a line for each kind of them."""
+    """Returns an error of one sentence, with notes for users of other libraries, one per kind."""
     return noted(NotImplementedError(f"{func} is not defined for a QuantizedTensor: {reason}; {remedy}"), hints)
 
 
@@ -122,7 +122,7 @@ if dist.is_available():
 
     @register_sharding(aten.dequantize.self)
     def _refuse_dtensor(x: Any) -> None:
-        """Refuses `dequantize` of a DTensor, whose method is torch's own and never reaches the local tensor."""
+        """Rejects DTensor.dequantize(), a torch method that never reaches the local tensor."""
         raise NotImplementedError(
             "a DTensor has no dequantize(): where it is of quantized tensors, to_local().dequantize() gives the values of this "
             "rank's part, and blockfp.torch.high_precision_state_dict(model) those of whole weights"

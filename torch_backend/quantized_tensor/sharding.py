@@ -1,6 +1,6 @@
-"""The core's values for a DTensor: its `Sharding`, and the `Region` that this rank holds.
+"""Converts DTensors to the core's `Sharding` and this rank's `Region`, and local tensors to DTensors.
 
-Nothing here is kept: the mesh and its groups are looked up at the point of use.
+Meshes and groups are looked up at each use, never stored.
 """
 
 from __future__ import annotations
@@ -28,30 +28,29 @@ else:
 
 ONE_RANK = Mesh((1,), ("one",))
 
-# An optimizer step asks the same of the same values for every parameter.
+# An optimizer step repeats these lookups for every parameter.
 _kept = lru_cache(maxsize=4096)
 
 
 def as_dtensor(tensor: Tensor) -> DTensor | None:
-    """The tensor itself, known to be a DTensor; None for a plain one."""
+    """Returns the tensor if it is a DTensor, else None."""
     return tensor if isinstance(tensor, DTensor) else None
 
 
 def mesh_of(tensor: Tensor) -> DeviceMesh | None:
-    """The device mesh of a DTensor, or None for a plain tensor."""
+    """Returns the device mesh of a DTensor, or None for a plain tensor."""
     return tensor.device_mesh if isinstance(tensor, DTensor) else None
 
 
 def placed_alike(tensor: Tensor, other: Tensor) -> bool:
-    """Returns whether two tensors lie on one mesh with the same placements, or both on none."""
+    """Returns whether two tensors have equal meshes and placements."""
     return mesh_of(tensor) == mesh_of(other) and getattr(tensor, "placements", None) == getattr(other, "placements", None)
 
 
 def sharding_of(tensor: Tensor) -> Sharding:
-    """The sharding of a tensor: a DTensor's on its mesh, a plain tensor's whole on a mesh of one rank.
+    """Returns a DTensor's sharding on its mesh, or a plain tensor's on a mesh of one rank.
 
-    Raises:
-        ValueError: a placement that has no counterpart in the core, or several separate runs on a rank.
+    Raises ValueError for placements without a counterpart in the core, or several separate runs on a rank.
     """
     dtensor = as_dtensor(tensor)
     if dtensor is None:
@@ -61,7 +60,7 @@ def sharding_of(tensor: Tensor) -> Sharding:
 
 @_kept
 def unsharded(shape: tuple[int, ...]) -> Sharding:
-    """Returns how a plain tensor lies: whole, on a mesh of one rank."""
+    """Returns the sharding of a plain tensor, on a mesh of one rank."""
     return Sharding(shape, ONE_RANK, (Replicate(),))
 
 
@@ -71,7 +70,7 @@ def _sharding(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, .
 
 
 def core_mesh(mesh: DeviceMesh) -> Mesh:
-    """The core's value of a device mesh: its shape and names."""
+    """Returns the core's `Mesh` with a device mesh's shape and axis names."""
     return _mesh(tuple(mesh.shape), tuple(mesh.mesh_dim_names or ()))
 
 
@@ -79,22 +78,17 @@ _mesh = _kept(Mesh)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The tensor that this rank holds: a DTensor's local tensor (quantized or plain), a plain tensor itself.
+    """Returns a DTensor's local tensor (quantized or plain), or a plain tensor itself.
 
-    It is looked up each time: FSDP2 replaces a short shard when it first gathers it.
+    Looked up at each use: FSDP2 replaces a short shard when it first gathers it.
     """
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def rank_in(tensor: Tensor, lies: Sharding | None = None) -> int:
-    """This rank's number in the mesh of `sharding_of(tensor)`; 0 for a plain tensor.
+    """Returns this rank's index in the mesh of `sharding_of(tensor)` (`lies`, if known); 0 for a plain tensor.
 
-    Args:
-        tensor: a DTensor or a plain tensor.
-        lies: `sharding_of(tensor)`, where it is at hand.
-
-    Raises:
-        ValueError: this rank is not in the mesh.
+    Raises ValueError if this rank is not in the mesh.
     """
     mesh = mesh_of(tensor)
     if mesh is None:
@@ -103,11 +97,7 @@ def rank_in(tensor: Tensor, lies: Sharding | None = None) -> int:
 
 
 def region_of(tensor: Tensor, lies: Sharding | None = None) -> Region:
-    """The box of the unsharded tensor that this rank holds; arguments as for `rank_in`.
-
-    Raises:
-        ValueError: the local tensor is not of the shape that the placements mean.
-    """
+    """Returns the box of the unsharded tensor that this rank holds; raises ValueError if the local shape doesn't match."""
     lies = sharding_of(tensor) if lies is None else lies
     region = _region(lies, rank_in(tensor, lies))
     local = local_of(tensor)
@@ -124,28 +114,23 @@ def _region(sharding: Sharding, rank: int) -> Region:
 
 
 def own_part(whole: Tensor, tensor: Tensor) -> Tensor:
-    """A view of this rank's part of a plain tensor that is whole, where `tensor`, of the same whole shape, lies.
+    """Returns a view of this rank's shard of `whole`, placed as `tensor`, which has the same global shape.
 
-    Not what torch's `distribute_tensor` gives: where nothing divides evenly, FSDP2 gives the ranks of a strided DTensor others.
+    torch's `distribute_tensor` differs: FSDP2 gives ranks other rows of an unevenly divided strided DTensor.
     """
     dtensor = as_dtensor(tensor)
     if dtensor is None:
         return whole
-    # The core knows matrices: a vector is one of one column.
+    # The core shards matrices; a vector counts as one column.
     shape = (*tensor.shape, 1, 1)[: max(tensor.ndim, 2)]
     lies = _sharding(shape, core_mesh(dtensor.device_mesh), from_dtensor(dtensor.placements))
     return whole[_region(lies, rank_in(tensor, lies)).slices[: tensor.ndim]]
 
 
 def group_name(tensor_or_mesh: Tensor | DeviceMesh, axis: str) -> str:
-    """The name of the process group along a mesh axis, as collectives in compiled code take it.
+    """Returns the name of the process group along an axis of `core_mesh`, for collectives in compiled code.
 
-    Args:
-        tensor_or_mesh: a DTensor, or its mesh.
-        axis: the axis's name in `core_mesh`.
-
-    Raises:
-        ValueError: a plain tensor, which has no mesh, or an axis the mesh hasn't.
+    Raises ValueError for a plain tensor or an unknown axis.
     """
     mesh = mesh_of(tensor_or_mesh) if isinstance(tensor_or_mesh, Tensor) else tensor_or_mesh
     if mesh is None:
@@ -154,23 +139,16 @@ def group_name(tensor_or_mesh: Tensor | DeviceMesh, axis: str) -> str:
 
 
 def leading_rank(mesh: DeviceMesh, axes: int) -> int:
-    """This rank's number along the first axes of a parameter's mesh, those of the mesh that `fully_shard` was given.
+    """Returns this rank's index along the first `axes` axes of a mesh: the mesh given to `fully_shard`.
 
-    These axes divide the batch, HSDP's axis of replicas too. Tensor parallelism's axis comes last, wherever it lies in the mesh
-    that both were taken from.
-
-    Raises:
-        ValueError: this rank is not in the mesh.
+    They divide the batch, including HSDP's replica axis. The tensor-parallel axis comes last in a parameter's mesh, whatever
+    its position in the parent mesh.
     """
     return _mesh(tuple(mesh.shape)[:axes], ()).rank(_coordinate(mesh)[:axes])
 
 
 def place_on(mesh: DeviceMesh) -> tuple[int, int]:
-    """The length of a one-dimensional mesh, and this rank's number in it, in few of torch's steps: FSDP2 asks at every gather.
-
-    Raises:
-        ValueError: this rank is not in the mesh.
-    """
+    """Returns a one-dimensional mesh's length and this rank's index, with few Python calls: FSDP2 asks at every gather."""
     return mesh.shape[0], _coordinate(mesh)[0]
 
 
@@ -181,15 +159,11 @@ def _coordinate(mesh: DeviceMesh) -> Sequence[int]:
     return coordinate
 
 
-# ---- DTensors made of local tensors, and taken apart
+# ---- conversions between DTensors and local tensors
 
 
 def check_mesh(x: Tensor, parameter: Tensor) -> None:
-    """Checks that a DTensor lies on the mesh of a layer's parameter, or on another of one axis with the same group.
-
-    Raises:
-        ValueError: another mesh.
-    """
+    """Raises ValueError unless a DTensor is on the layer's mesh, or on a one-dimensional mesh with the same group."""
     mesh, own = mesh_of(x), mesh_of(parameter)
     if mesh is None or own is None or mesh == own:
         return
@@ -201,13 +175,13 @@ def check_mesh(x: Tensor, parameter: Tensor) -> None:
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """Returns a DTensor's local tensor, differentiably; a plain tensor itself."""
+    """Returns a DTensor's local tensor, differentiably, or a plain tensor itself."""
     dtensor = as_dtensor(tensor)
     return tensor if dtensor is None else dtensor.to_local()
 
 
 def from_local(local: Tensor, mesh: DeviceMesh | None, placements: Sequence[Any], shape: Sequence[int] | None = None) -> Tensor:
-    """Makes a DTensor of this rank's local tensor, cut evenly if its shape is not given; without a mesh returns `local`."""
+    """Returns a DTensor of this rank's local tensor, evenly sharded unless `shape` is given; without a mesh, `local`."""
     if mesh is None:
         return local
     from torch.distributed.tensor import DTensor
@@ -217,12 +191,9 @@ def from_local(local: Tensor, mesh: DeviceMesh | None, placements: Sequence[Any]
 
 
 def placed(param: Tensor, local: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-    """Makes a local tensor a DTensor that lies as a parameter does; returns it as it is where that is no DTensor.
+    """Returns a DTensor of this rank's `local` tensor with a parameter's mesh and placements, and by default its shape.
 
-    Args:
-        param: the parameter.
-        local: this rank's part.
-        shape: of the whole; by default the parameter's.
+    If the parameter is not a DTensor, returns `local`.
     """
     mesh, shape = mesh_of(param), tuple(param.shape) if shape is None else shape
     if mesh is not None and local.device.type not in (mesh.device_type, "meta"):
@@ -231,7 +202,7 @@ def placed(param: Tensor, local: Tensor, shape: tuple[int, ...] | None = None) -
 
 
 def replicated(param: Tensor, whole: Tensor) -> Tensor:
-    """Makes a tensor that every rank of a parameter's mesh has a DTensor."""
+    """Returns a replicated DTensor of a tensor that every rank of the parameter's mesh has."""
     from torch.distributed.tensor import Replicate
 
     mesh = mesh_of(param)
@@ -240,10 +211,10 @@ def replicated(param: Tensor, whole: Tensor) -> Tensor:
 
 
 def reduced(param: Tensor, lies: Sharding, tensor: Tensor, op: str) -> Tensor:
-    """Reduces a tensor ("max" or "sum") over the mesh axes that cut a parameter, on the tensor's own device."""
+    """Reduces a tensor ("max" or "sum") over the mesh axes that shard a parameter; the result stays on its device."""
     mesh, device = mesh_of(param), tensor.device
     assert mesh is not None
-    # Parameters that FSDP2 keeps on the CPU belong to groups that may speak to GPUs only.
+    # The groups of parameters that FSDP2 offloads to the CPU may support GPU tensors only.
     tensor = tensor.to(mesh.device_type)
     for axis in dict.fromkeys(name for dim in range(len(lies.shape)) for name in lies.order(dim)):
         group = group_name(param, axis)

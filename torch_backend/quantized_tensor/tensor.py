@@ -1,4 +1,4 @@
-"""`QuantizedTensor`: codes, scales and a format that look like one tensor."""
+"""`QuantizedTensor`: codes, scales and a format, wrapped as one tensor."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ if TYPE_CHECKING:
 class QuantizedTensor(Wrapper):
     """Codes and scales in any format, as a tensor of the original's shape and dtype.
 
-    It holds no values of that dtype: operations on values raise, `dequantize()` gives them. Made by `quantize`, or by
-    `from_parts` from codes and scales that are already there. It can be a parameter, be saved, loaded, copied, moved to
-    a device, and go in and out of compiled functions.
+    It stores no values of that dtype: operations on values raise, and `dequantize()` returns them. Create it by `quantize`, or
+    by `from_parts` from existing codes and scales. It can be a parameter, be saved, loaded, copied, moved to a device, and be
+    an argument or result of compiled functions.
 
     Attributes:
-        codes: uint8 [..., rows, bytes], packed along the last axis; `view_codes` has them as elements.
-        scales: uint8 or float32, one for each block; (1,) * ndim for one scale per tensor; `view_scales` has them as numbers.
+        codes: uint8 [..., rows, bytes], packed along the last axis; `view_codes` returns them as elements.
+        scales: uint8 or float32, one per block; (1,) * ndim for one scale per tensor; `view_scales` returns them as numbers.
         tensor_scale: float32 of shape () for NVFP4, else None.
-        format: the `Format`. In a compiled function it can be read on arguments and parameters, not on a tensor made there.
+        format: the `Format`. A compiled function can read it on arguments and parameters, not on tensors that it creates.
 
-    `shape` and `dtype` are the original's. `mT` is a copy with the last two axes swapped, exact and not requantized, for
+    `shape` and `dtype` are the original's. `mT` is a copy with the last two axes swapped, exact, without requantization, for
     square blocks and one scale per tensor; other blocks raise ValueError. Slices of rows, and of whole blocks along the last
-    axis, share memory with the whole. `fully_shard` shards it, and gathers codes and scales.
+    axis, share memory with the whole. `fully_shard` shards it and gathers codes and scales.
 
-    `nbytes` is what codes and scales take. `element_size()` is that of the nominal dtype. `to(dtype)`, and `data` set to such a
-    copy, change the nominal dtype alone. `data_ptr()` tells weights apart (equal where they share codes), and is no pointer.
+    `nbytes` counts codes and scales. `element_size()` is the nominal dtype's. `to(dtype)`, or setting `data` to such a copy,
+    only changes the nominal dtype. `data_ptr()` identifies a weight (weights that share codes have equal ones); it is not a
+    pointer.
     """
 
     codes: Tensor
@@ -70,7 +71,7 @@ class QuantizedTensor(Wrapper):
         dtype: torch.dtype,
         geometry: Geometry | None = None,
     ):
-        # No checks: tracing passes placeholders here. `from_parts` has them.
+        # No checks, since tracing passes placeholders; `from_parts` checks.
         self.codes = codes
         self.scales = scales
         self.tensor_scale = tensor_scale
@@ -90,11 +91,11 @@ class QuantizedTensor(Wrapper):
         dtype: torch.dtype,
         origin: Origin = (0, 0),
     ) -> QuantizedTensor:
-        """Makes a quantized tensor of codes and scales that are already there; they are not copied.
+        """Creates a quantized tensor from existing codes and scales, without copying them.
 
         Args:
-            codes: uint8 [..., rows, bytes] (`definition.layout.codes_shape`), or as `view_codes` gives them.
-            scales: uint8 or float32, one for each block (`definition.layout.scales_shape`), or as `view_scales` gives them.
+            codes: uint8 [..., rows, bytes] (`definition.layout.codes_shape`), or in the form of `view_codes`.
+            scales: uint8 or float32, one per block (`definition.layout.scales_shape`), or in the form of `view_scales`.
             tensor_scale: float32 of shape () for NVFP4, else None.
             format: a `Format` or its name.
             columns: length of the last axis, which packing hides.
@@ -102,8 +103,8 @@ class QuantizedTensor(Wrapper):
             origin: (row, column) of the first element in the unsharded matrix.
 
         Raises:
-            TypeError: a part is not a tensor or has the wrong dtype; columns or origin are no integers.
-            ValueError: the parts don't fit each other, the format or `columns`, or lie on different devices; a negative origin.
+            TypeError: a part is not a tensor or has the wrong dtype; columns or origin are not integers.
+            ValueError: the parts don't fit each other, the format or `columns`, or are on different devices; a negative origin.
         """
         format = Format.parse(format)
         parts = {"codes": codes, "scales": scales}
@@ -139,7 +140,7 @@ class QuantizedTensor(Wrapper):
         dtype: torch.dtype | None = None,
         geometry: Geometry | None = None,
     ) -> QuantizedTensor:
-        """Makes a tensor of other parts, unchecked; by default with this one's columns, dtype and geometry."""
+        """Creates a tensor of other parts, unchecked; by default with this tensor's columns, dtype and geometry."""
         columns = self.shape[-1] if columns is None else columns
         dtype = self.dtype if dtype is None else dtype
         geometry = self.geometry if geometry is None else geometry
@@ -147,20 +148,20 @@ class QuantizedTensor(Wrapper):
 
     @property
     def parts(self) -> list[Tensor]:
-        """Codes, scales and, of formats with two levels, the tensor scale."""
+        """Codes, scales and, for formats with two levels, the tensor scale."""
         return [self.codes, self.scales] if self.tensor_scale is None else [self.codes, self.scales, self.tensor_scale]
 
     @property
     def origin(self) -> Origin:
-        """(row, column) of the first element in the unsharded matrix; (0, 0) where nothing is sharded."""
+        """(row, column) of the first element in the unsharded matrix; (0, 0) if unsharded."""
         return self.geometry.start
 
     @property
     def initial(self) -> Tensor | None:
-        """The original values of exactly these rows, a plain CPU tensor, or None where they aren't kept.
+        """Original values of exactly these rows, a plain CPU tensor, or None if not kept.
 
-        An optimizer takes them as its master weights and sets None, as freezing the weight does. They follow slices, copies and
-        sharding, are never written to, and are not saved. What overwrites the codes drops them, unless it brings others along.
+        An optimizer takes them as its masters and sets None; freezing the weight sets None too. They follow slices, copies and
+        sharding, are never written to, and are not saved. Overwriting the codes drops them, unless the source has its own.
         """
         return self.geometry.initial
 
@@ -175,23 +176,24 @@ class QuantizedTensor(Wrapper):
         self.geometry.loaded = None if values is None else "values"
 
     def view_codes(self) -> Tensor:
-        """The codes as elements of a torch dtype, in the same memory; times the scales of their blocks they are values.
+        """Returns the codes as elements of a torch dtype, in the same memory; value = element * block scale.
 
-        [..., rows, columns] of float8_e4m3fn, float8_e5m2 or int8 (64 times the value); of E2M1 [..., rows, ceil(columns / 2)]
-        of float4_e2m1fn_x2, pairs in a byte.
+        [..., rows, columns] of float8_e4m3fn, float8_e5m2 or int8 (64 times the value); for E2M1 [..., rows, ceil(columns / 2)]
+        of float4_e2m1fn_x2, two elements per byte.
 
         Raises:
-            TypeError: 6-bit elements, which torch has no dtype for.
+            TypeError: 6-bit elements, for which torch has no dtype.
         """
         return dtypes.view_codes(self.codes, self.format)
 
     def view_scales(self) -> Tensor:
-        """The scales as numbers, in the same memory: float8_e8m0fnu for MX, float8_e4m3fn for NVFP4 (times `tensor_scale`),
-        else float32."""
+        """Returns the scales as numbers, in the same memory: float8_e8m0fnu for MX, float8_e4m3fn for NVFP4 (times
+        `tensor_scale`), else float32.
+        """
         return dtypes.view_scales(self.scales, self.format)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values, rounded once to `dtype`; the gradient passes through unchanged.
+        """Returns the values, rounded once to `dtype`; the gradient passes through unchanged.
 
         Args:
             dtype: float32, float16 or bfloat16; by default the original's.
@@ -212,7 +214,7 @@ class QuantizedTensor(Wrapper):
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        """Freezes a weight or not; no optimizer makes a master of a frozen one, which gives its original values up."""
+        """Sets whether the weight is trained; freezing drops the original values, since a frozen weight gets no master."""
         before = self.requires_grad
         Tensor.requires_grad.__set__(self, value)  # pyright: ignore
         if before and not value:
@@ -268,7 +270,7 @@ class QuantizedTensor(Wrapper):
 
     @fsdp.GatherHook
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.GatherMetadata]:
-        """Gives FSDP2 the codes and scales of this shard to gather (`fsdp.send`)."""
+        """Returns this shard's codes and scales for FSDP2 to gather (`fsdp.send`)."""
         if self.geometry.copied is not None:
             raise RuntimeError(COPIED)
         agree_before_gather()
@@ -283,13 +285,13 @@ class QuantizedTensor(Wrapper):
         *,
         out: Tensor | None = None,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
-        """Makes the whole weight of what was gathered, with `dtype` as its nominal dtype (`fsdp.receive`)."""
+        """Returns the whole weight from the gathered chunks, with `dtype` as its nominal dtype (`fsdp.receive`)."""
         received = fsdp.receive(gathered, metadata, dtype, out)
         return None if received is None else (QuantizedTensor(*received.arguments), received.derived)
 
     def _stable_hash_for_caching(self) -> str:
-        # What torch.compile's cache on disk knows a quantized argument by; its parts' shapes follow from these. What a version
-        # makes of operations on it is not for another one.
+        # Identifies a quantized argument in torch.compile's disk cache; the parts' shapes follow from it. The version is
+        # included because operations may change with it.
         identity = (
             blockfp.__version__,
             str(self.format),

@@ -1,7 +1,7 @@
-"""The two halves of a gather: chunks of one length are sent, and chunks of all ranks are joined.
+"""Pads tensors before an all-gather and joins the ranks' chunks after it.
 
-Operands of products are sent and received here, all tensors in one collective that is begun early and waited for late. FSDP2
-sends and receives weights itself, between `lengthened` and `index_of` (`quantized_tensor.fsdp`).
+Operands of products are gathered here, all tensors in one asynchronous collective. FSDP2 gathers weights itself, between
+`lengthened` and `index_of` (`quantized_tensor.fsdp`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .rank_plan import ROWS, Chunk, RankPlan, TensorParallelShard
 
 
 def padded(plan: RankPlan, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Pads codes, scales and tensor scale (or the values) to the length that every rank sends."""
+    """Pads codes, scales and tensor scale (or values) to the chunk length that every rank sends."""
     sent = [_padded(chunk, tensor) for chunk, tensor in zip(plan.chunks, tensors, strict=True)]
     return [tensor.view(torch.uint8) if chunk.as_bytes else tensor for chunk, tensor in zip(plan.chunks, sent, strict=True)]
 
@@ -39,25 +39,25 @@ def _padded(chunk: Chunk, tensor: Tensor) -> Tensor:
 
 
 def start(shard: TensorParallelShard, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Begins the all-gather of tensors from `padded`, all in one collective; `join` takes the result."""
+    """Starts one all-gather for all tensors from `padded`; `join` takes the result."""
     return collectives.all_gather_into_tensor_coalesced(list(tensors), shard.ranks, shard.group)
 
 
 def join(plan: RankPlan, shard: TensorParallelShard, received: Sequence[Tensor]) -> list[Tensor]:
-    """Waits for the chunks of all ranks and joins them. Equal parts of rows are together already, and not copied."""
+    """Waits for all ranks' chunks and joins them. Equal row shards are contiguous already and not copied."""
     waited = [collectives.wait_tensor(tensor) for tensor in received]
     return [_joined(chunk, shard.ranks, tensor) for chunk, tensor in zip(plan.chunks, waited, strict=True)]
 
 
 def gather(plan: RankPlan, shard: TensorParallelShard, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Pads, gathers and joins at once, where there is nothing to do meanwhile."""
+    """Pads, gathers and joins without overlapping work."""
     return join(plan, shard, start(shard, padded(plan, tensors)))
 
 
 def _joined(chunk: Chunk, ranks: int, tensor: Tensor) -> Tensor:
     dim, total = chunk.dim, ranks * chunk.runs * chunk.length
     if chunk.as_bytes:
-        # A tensor without elements may have strides that don't allow a view as float32.
+        # An empty tensor's strides may not allow a view as float32.
         tensor = tensor.view(torch.float32) if tensor.numel() else tensor[:, ::4].float()
     if tensor.ndim == 1:
         ((source, _, _),) = chunk.take
@@ -75,7 +75,7 @@ def _joined(chunk: Chunk, ranks: int, tensor: Tensor) -> Tensor:
 
 
 def lengthened(chunk: Chunk, tensor: Tensor) -> Tensor:
-    """Returns the tensor at the chunk's length: with the memory behind it where that is there, else with zeros."""
+    """Returns the tensor at the chunk's length: extended into the memory after it if there is enough, else zero-padded."""
     length = chunk.length
     if tensor.shape[0] == length and tensor.is_contiguous():
         return tensor
@@ -88,7 +88,7 @@ def lengthened(chunk: Chunk, tensor: Tensor) -> Tensor:
 
 
 def index_of(chunk: Chunk, device: torch.device) -> Tensor | None:
-    """Index of each entry of the result in the chunks of all ranks laid end to end, int32 [size]; None for their head."""
+    """Returns the index of each result entry in the concatenated chunks, int32 [size]; None if the result is their head."""
     if not chunk.take or chunk.take == ((0, 0, chunk.size),):
         return None
     return torch.from_numpy(Join(chunk.length, *np.array(chunk.take).T).index).to(device)

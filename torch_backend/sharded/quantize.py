@@ -1,7 +1,7 @@
-"""Parts of arrays quantized as parts of the whole: the plan's `Quantize`, for weights and for operands of products.
+"""Quantizes shards of weights and of products' operands as parts of the whole: the plan's `Quantize`.
 
-Weights are quantized by the kernels themselves, many together, into the memory that they have. Operands go through custom ops,
-as compiled code holds them, which also mark an overflow (`custom_ops.overflow`).
+Weights call the kernels directly, many together, and may be written in place. Operands go through custom ops, for compiled
+code, which also mark overflow (`custom_ops.overflow`).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from .rank_plan import AXIS, COLUMNS, ROWS, Quantization, SharedBlocks, TensorPa
 
 
 class WeightShard(NamedTuple):
-    """Values of a weight to be quantized on this rank.
+    """This rank's values of a weight to quantize.
 
     Attributes:
-        values: this rank's part.
+        values: this rank's shard.
         step: its quantization, from the plan.
-        groups: from each mesh axis that the step reduces over to the name of its process group.
+        groups: process group name of each mesh axis that the step reduces over.
         nominal: name of the weight's nominal dtype.
-        key: of stochastic rounding of a weight without a master, whose scales go on from those of `out`; or None.
-        out: codes, scales and tensor scale to write into; None makes new ones.
+        key: random key for a weight without a master, whose new scales depend on those in `out`; or None.
+        out: codes, scales and tensor scale to write into; None allocates them.
     """
 
     values: Tensor
@@ -45,10 +45,7 @@ class WeightShard(NamedTuple):
 
 
 def quantize_weights(shards: Sequence[WeightShard]) -> list[Quantized]:
-    """Quantizes this rank's parts of weights, after ranks have reduced the amaxes that they share.
-
-    Every rank that holds a part of one of the weights must call it, with the weights in one order.
-    """
+    """Quantizes this rank's shards after reducing the amaxes that ranks share; collective, with weights in the same order."""
     exchange = AmaxExchange()
     found: list[list[Any] | None] = []
     for shard in shards:
@@ -88,13 +85,13 @@ def _written(out: Quantized, made: Quantized) -> Quantized:
 
 
 class Direction(NamedTuple):
-    """One direction in which a part of an operand is quantized.
+    """One direction in which a shard of an operand is quantized.
 
     Attributes:
-        cast: how.
+        cast: format and rounding.
         step: its quantization, from the plan.
-        key: of stochastic rounding, or None.
-        names: the directions, "rowwise" or "columnwise", that `observe` counts it as.
+        key: random key of stochastic rounding, or None.
+        names: "rowwise" or "columnwise", under which `observe` counts it.
     """
 
     cast: Cast
@@ -106,13 +103,9 @@ class Direction(NamedTuple):
 def quantize_operand_shard(
     x: Tensor, directions: Sequence[Direction], shard: TensorParallelShard, *, eps: float = 0.0
 ) -> list[list[Tensor]]:
-    """Quantizes this rank's part of an operand: codes, scales and maybe tensor scale as in the quantized whole.
+    """Quantizes this rank's part [rows, columns] of an operand, with the codes and scales of the quantized whole.
 
-    Args:
-        x: this rank's part [rows, columns], float32, float16 or bfloat16.
-        directions: the directions wanted; what they reduce goes in one collective.
-        shard: where the part lies.
-        eps: see `numerics.quantize`.
+    All directions share one reduction. `eps` is as for `numerics.quantize`.
     """
     exchange = AmaxExchange()
     found: list[list[Tensor] | None] = []
@@ -135,7 +128,7 @@ def _operand_parts(
     how = (step.format, step.columnwise, step.rotate)
     shape = step.shape
     if shard.dim == COLUMNS:
-        # The plan leaves open how many rows there are.
+        # The plan doesn't fix the number of rows.
         shape = (shape[0], x.shape[0]) if step.columnwise else (x.shape[0], shape[1])
 
     def part(rows: Tensor, amaxes: Any, origin: tuple[int, int]) -> list[Tensor]:
@@ -143,7 +136,7 @@ def _operand_parts(
 
     if key is None or shard.runs == 1:
         return part(x, amaxes, step.origins[0])
-    # Random bits are counted in the whole, where the runs of a rank don't lie one after another.
+    # Random bits are indexed in the whole matrix, in which a rank's runs aren't contiguous.
     axis = COLUMNS if step.columnwise else ROWS
     each = (
         [None] * shard.runs if amaxes is None else list(zip(*(_runs(field, axis, shard.runs) for field in amaxes), strict=True))
@@ -155,7 +148,7 @@ def _operand_parts(
 
 
 def _runs(field: Tensor, axis: int, runs: int) -> list[Tensor]:
-    """The amaxes of each run; a field with one entry for the tensor, or with none, belongs to all runs."""
+    """Returns the amaxes of each run; a field with at most one entry belongs to all runs."""
     return list(field.chunk(runs, axis)) if field.ndim == 2 and field.shape[axis] >= runs else [field] * runs
 
 
@@ -163,14 +156,13 @@ def _runs(field: Tensor, axis: int, runs: int) -> list[Tensor]:
 
 
 Entry = tuple[list[Any], int, SharedBlocks | None, Tensor]
-"""Amaxes of an array, the field that is reduced, which of its blocks (None: all of it), and what is sent."""
+"""Amaxes of an array, the reduced field, its shared blocks (None: all of it), and the tensor to send."""
 
 
 class AmaxExchange:
-    """Collects amaxes of parts of arrays, and reduces them as plans say.
+    """Collects amaxes of shards and reduces them as plans say, also in compiled code.
 
-    Rows go first, then columns, because a block may straddle both ways. An amax of a whole tensor goes with the rows. Compiled
-    code runs through it too.
+    Rows are reduced before columns because a block may cross ranks both ways. A tensor's amax is reduced with the rows.
 
     Example:
         >>> exchange = AmaxExchange()
@@ -184,20 +176,16 @@ class AmaxExchange:
         self.rounds = 1
 
     def add(self, amaxes: list[Any], step: Quantization, groups: Mapping[str, str]) -> None:
-        """Adds the amaxes of this rank's part of an array.
+        """Adds the amaxes of this rank's shard: the fields of `numerics.Amax`, which `run` replaces by the reduced ones.
 
-        Args:
-            amaxes: blocks, nan, tensor and maybe members of `numerics.Amax`, which `run` replaces by the reduced ones. Entries
-                that the format doesn't have are ignored.
-            step: the part's quantization, from the plan.
-            groups: from each mesh axis that the step reduces over to the name of its process group.
+        `groups` has the process group name of each mesh axis that the step reduces over.
         """
         self.parts.append((amaxes, step, groups))
         self.rounds = max(self.rounds, len(step.shared))
         self._put(amaxes, step, groups, 0)
 
     def run(self) -> None:
-        """Reduces all amaxes. Every rank that has a part of one of the arrays must call it, with the arrays in one order."""
+        """Reduces all amaxes; collective, with the arrays added in the same order on every rank."""
         for turn in range(self.rounds):
             if turn:
                 for part in self.parts:
@@ -222,7 +210,7 @@ class AmaxExchange:
 
 
 def _taken(amaxes: Tensor, shared: SharedBlocks) -> Tensor:
-    """The entries of shared blocks, among zeros for those that only other ranks have."""
+    """Returns the amaxes of shared blocks, with zeros for blocks that only other ranks hold."""
     entries, end = [], 0
     for number, index in (*shared.held, (shared.count, None)):
         if number > end:

@@ -1,4 +1,4 @@
-"""`RankPlan`: a plan of the core as one rank carries it out, in numbers that compiled code takes as constants."""
+"""`RankPlan`: one rank's view of a core plan, as numbers that compiled code takes as constants."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from blockfp.sharding.steps import Dequantize, Gather, Join, Plan, Quantize, Rot
 
 
 class SharedBlocks(NamedTuple):
-    """Blocks that lie on several ranks, whose amaxes are max-reduced.
+    """Blocks that cross ranks, whose amaxes are max-reduced.
 
     Attributes:
-        dim: array axis along which they do.
+        dim: array axis along which blocks cross ranks.
         axes: mesh axes to reduce over.
-        count: how many there are on all ranks.
-        held: (number among them, index in this rank's own scale grid) of those that this rank has a part of.
+        count: number of shared blocks on all ranks.
+        held: (index among them, index in this rank's scale grid) of the blocks that this rank has a part of.
     """
 
     dim: int
@@ -34,12 +34,12 @@ class Quantization(NamedTuple):
         format: name of the format.
         columnwise: whether the transposed matrix is encoded.
         rotate: whether groups along the last axis are rotated first.
-        origins: (row, column) of this rank's first element in the unsharded matrix as it is encoded, for each run.
+        origins: (row, column) of this rank's first element in the encoded unsharded matrix, for each run.
         shape: (rows, columns) of that matrix.
-        amax_axes: mesh axes over which the amax of the whole tensor is max-reduced.
-        tensor_field: which field of `numerics.Amax` that is.
-        block_fields: the fields that have an entry for each block.
-        shared: the blocks whose amaxes are reduced, in this order; of 4-over-6 with all their elements' magnitudes.
+        amax_axes: mesh axes over which the tensor's amax is max-reduced.
+        tensor_field: index of that amax in `numerics.Amax`.
+        block_fields: indices of the fields with an entry per block.
+        shared: blocks whose amaxes are reduced, in this order; for 4-over-6 with the magnitudes of all their elements.
     """
 
     format: str
@@ -54,26 +54,26 @@ class Quantization(NamedTuple):
 
     @property
     def sends_members(self) -> bool:
-        """Returns whether ranks also share the elements of blocks, which choose their scales by them."""
+        """Returns whether ranks also share the elements of blocks, which 4-over-6 needs to choose scales."""
         return bool(self.shared) and Format.parse(self.format).scale.four_over_six
 
     @property
     def reduces(self) -> bool:
-        """Returns whether ranks share amaxes; else each part's own scales are those of the whole."""
+        """Returns whether ranks share amaxes; otherwise each shard's own scales are exact."""
         return bool(self.amax_axes or self.shared)
 
 
 class Chunk(NamedTuple):
-    """The way in which one tensor of a gather is sent and put together.
+    """How one tensor of a gather is sent and joined.
 
     Attributes:
-        dim: array axis along which it is put together.
-        runs: how many runs it has along the axis.
+        dim: array axis along which chunks are joined.
+        runs: number of runs along the axis.
         own: entries of a run that this rank has.
-        length: entries of a run that every rank sends, its own and padding behind.
-        take: (source, start, stop) of the entries in the chunks of all ranks that make the result; empty if they are the head.
+        length: entries of a run that every rank sends, including padding.
+        take: (source, start, stop) of the result's entries in all ranks' chunks; empty if the result is their head.
         size: entries of the result.
-        as_bytes: whether the entries are float32 that travel as bytes: gloo takes one dtype in a collective.
+        as_bytes: whether float32 entries are sent as bytes, since gloo takes one dtype per collective.
     """
 
     dim: int
@@ -86,13 +86,13 @@ class Chunk(NamedTuple):
 
 
 class RankPlan(NamedTuple):
-    """A plan as this rank carries it out.
+    """A plan for this rank.
 
     Attributes:
-        quantize: the quantization of this rank's part, or of the whole behind a gather of values; None if there is none.
-        by_codes: whether codes and scales are gathered; False where values are, or nothing is.
-        chunks: codes, scales and maybe tensor scale of the gather, or the values; empty where nothing is gathered.
-        transposes: whether the rowwise codes are transposed at the end.
+        quantize: quantization of this rank's shard, or of the whole after a gather of values; or None.
+        by_codes: whether codes and scales are gathered, rather than values or nothing.
+        chunks: of codes, scales and any tensor scale, or of values; empty if nothing is gathered.
+        transposes: whether rowwise codes are transposed at the end.
     """
 
     quantize: Quantization | None
@@ -102,15 +102,10 @@ class RankPlan(NamedTuple):
 
 
 def rank_plan(plan: Plan, rank: int, runs: int = 1) -> RankPlan:
-    """Works out a rank's plan from one that begins with values, or with codes that are gathered.
+    """Converts a core plan, with at most one gather, to a rank's plan.
 
-    Args:
-        plan: a plan of `sharding.plans` with one gather at most.
-        rank: the rank's number in the plan's mesh; of several runs, in the mesh of one run.
-        runs: length of the mesh's first axis, if that numbers runs of rows all of which each rank has; else 1.
-
-    Raises:
-        ValueError: runs share blocks.
+    With `runs` > 1 the mesh's first axis numbers runs of rows, this rank has a part of each, and `rank` counts within one run's
+    mesh. Raises ValueError if runs share blocks.
     """
     ranks = plan.source.mesh.size // runs
     quantize, chunks = None, ()
@@ -132,7 +127,7 @@ def rank_plan(plan: Plan, rank: int, runs: int = 1) -> RankPlan:
 
 @lru_cache(maxsize=4096)
 def weight_quantization(format: Format, sharding: Sharding, rank: int, stochastic: bool = False) -> Quantization:
-    """The quantization of one rank's part of a weight; see `plans.quantize_shards`."""
+    """Returns the quantization of one rank's shard of a weight; see `plans.quantize_shards`."""
     quantize = rank_plan(plans.quantize_shards(format, sharding, stochastic=stochastic), rank).quantize
     assert quantize is not None
     return quantize
@@ -145,7 +140,7 @@ def _quantization(step: Quantize, columnwise: bool, rotate: bool, ranks: list[in
             f"{len(ranks)} sequences that lie {sharding} share blocks: their parts can't be quantized where they are"
         )
     region = sharding.region(rank)
-    # All places along the axis of runs are this rank's.
+    # This rank holds a part of every run, so the axis of runs needs no reduction.
     axes = tuple(name for name in step.amax_axes if not more or name != sharding.mesh.names[0])
     shared = tuple(SharedBlocks(s.dim, s.axes, len(s.blocks), s.held(format, region)) for s in step.straddles)
     return Quantization(
@@ -168,7 +163,7 @@ def _chunks(gather: Gather, rank: int, runs: int) -> tuple[Chunk, ...]:
     assert not gather.unpacks, "whole blocks are whole bytes"
     ranks = gather.sharding.mesh.size // runs
     codes = _chunk(gather.stored(rank), rank, dim, runs)
-    # One scale of the tensor is the same in all runs of a rank.
+    # A tensor's single scale is the same in all runs.
     one = Chunk(dim, 1, 1, 1, ((gather.first(rank) % ranks, 0, 1),), 1, True)
     scales = one if format.per_tensor else _chunk(gather.scales(rank), rank, dim, runs)
     scales = scales._replace(as_bytes=format.scale.dtype == "float32")
@@ -181,25 +176,25 @@ def _chunk(join: Join, rank: int, dim: int, runs: int) -> Chunk:
     return Chunk(dim, runs, own, join.chunk, () if join.head else spans, join.size)
 
 
-# ---- the part of an array that one rank holds
+# ---- shards of tensor parallelism
 
 
 ROWS, COLUMNS = 0, 1
 
 AXIS = "tp"
-"""The mesh axis of a tensor-parallel group in the core's plans."""
+"""Name of the tensor-parallel axis in the core's plans."""
 
 
 class TensorParallelShard(NamedTuple):
-    """The part of an array that this rank holds, in values that compiled code takes as constants.
+    """This rank's shard of an array, in values that compiled code takes as constants.
 
     Attributes:
-        group: name of the process group that the array is cut over.
-        ranks: how many ranks it has.
-        rank: this rank's number in it.
-        dim: the array axis that is cut; `ROWS` or `COLUMNS` of a matrix.
-        length: of that axis, on all ranks together (of one run's rows); None where all ranks hold the same.
-        runs: sequences that the rows are of, one after another: each is cut alike, and a rank holds its part of every one.
+        group: name of the process group over which the array is sharded.
+        ranks: size of the group.
+        rank: this rank's index in it.
+        dim: sharded array axis; `ROWS` or `COLUMNS` of a matrix.
+        length: global length of that axis (within one run); None if all ranks have equal parts.
+        runs: number of consecutive sequences in the rows, each sharded in the same way.
     """
 
     group: str
@@ -210,13 +205,9 @@ class TensorParallelShard(NamedTuple):
     runs: int = 1
 
     def sharding(self, local: tuple[int, int]) -> Sharding:
-        """The sharding of the whole matrix. Runs are an axis of the mesh, along which this rank has all places.
+        """Returns the whole matrix's sharding; several runs become a mesh axis along which this rank has all positions.
 
-        Args:
-            local: shape [rows, columns] of this rank's part.
-
-        Raises:
-            ValueError: a part of that shape isn't what this rank holds.
+        Raises ValueError unless `local` [rows, columns] is this rank's shape.
         """
         rows, columns = local
         own = columns if self.dim == COLUMNS else rows // self.runs

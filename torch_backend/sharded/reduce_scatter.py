@@ -1,14 +1,14 @@
-"""FSDP2's reduce-scatter of gradients as codes: what `sharding.reducing` says, with PyTorch's collectives.
+"""FSDP2's reduce-scatter of gradients as codes, defined in `sharding.reducing`.
 
-    FSDP2's buffer [ranks, ..]            of each rank, its rows of every parameter's gradient, one parameter after another
-      | quantize, each gradient in one go: [ranks, rows, columns] has the blocks and the random bits of the unsharded one
+    FSDP2's buffer [ranks, ..]            for each rank, its rows of every parameter's gradient, one parameter after another
+      | quantize each gradient at once: [ranks, rows, columns], with blocks and random bits as if unsharded
       v
-    one all-to-all of bytes               codes and scales; gradients of one axis as they are
-      | dequantize, add in the order of the ranks in fp32, multiply by one over the number of ranks
+    one all-to-all of bytes               codes and scales; 1-D gradients uncompressed
+      | dequantize, add in rank order in fp32, divide by the number of ranks
       v
-    what FSDP2 wants [..]                 rounded once to its dtype
+    FSDP2's output [..]                   rounded once to its dtype
 
-FSDP2 tells nothing but the buffer: its frame knows what lies in it (`torch_internals.reduced_together`).
+FSDP2 passes only the buffer; its calling frame tells which gradients are in it (`torch_internals.reduced_together`).
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from ..torch_internals import Reduced, frame_above, fsdp_name, fsdp_params, fsdp
 from ..torch_internals import functional_collectives as collectives
 
 _AT_ONCE = 64
-"""Keys of so many reductions are made at once: those of one cost as much, and a copy to the device."""
+"""Keys are created for this many reductions at once; a single one costs as much, plus a copy to the device."""
 
 
 class QuantizedReduceScatter:
-    """The reduce-scatter that FSDP2 calls for a model, once `quantize_reduce_scatter` has set it.
+    """The reduce-scatter that FSDP2 calls after `quantize_reduce_scatter`.
 
     Attributes:
-        format: in which gradients travel.
-        key: the two words of stochastic rounding's, or None.
-        reductions: how often the gradient of each parameter was reduced, in the order of `model.parameters()`; folded into
-            the key. `state_dict` has it, for a run that goes on with the random bits it would have had.
+        format: format in which gradients are sent.
+        key: two words for stochastic rounding, or None.
+        reductions: number of reductions of each gradient so far, in the order of `model.parameters()`; folded into the key.
+            `state_dict` saves it, so that a resumed run draws the same random bits.
     """
 
     def __init__(self, model: nn.Module, format: Format, key: tuple[int, int] | None):
@@ -56,15 +56,15 @@ class QuantizedReduceScatter:
             for name, param in module.named_parameters(recurse=False):
                 self._numbers[module, name] = numbers.setdefault(id(param), len(numbers))
         self.reductions = [0] * len(numbers)
-        # The keys of reductions to come, int32 [_AT_ONCE, parameters, 2], of the parameters that are reduced together.
+        # Keys of coming reductions, int32 [_AT_ONCE, parameters, 2], by the parameters reduced together.
         self._tables: dict[tuple[int, ...], tuple[list[int], Tensor]] = {}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns how often the gradient of each parameter was reduced: {"reductions": int64 [parameters]}."""
+        """Returns the number of reductions of each parameter's gradient: {"reductions": int64 [parameters]}."""
         return {"reductions": torch.tensor(self.reductions, dtype=torch.int64, device="cpu")}
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Continues from a `state_dict` of a model with as many parameters."""
+        """Restores a `state_dict` of a model with the same number of parameters."""
         found = state_dict["reductions"].tolist()
         if len(found) != len(self.reductions):
             raise ValueError(
@@ -79,7 +79,7 @@ class QuantizedReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Writes this rank's part of the sum, or the mean, of all ranks' buffers; overwrites an Inf of its own with NaN."""
+        """Writes this rank's part of the ranks' sum or mean; overwrites each Inf in its own input with NaN."""
         reduced = _reduced(frame_above(1))
         if async_op:
             raise ValueError("async_op = True: a quantized reduce-scatter is finished when it returns")
@@ -105,7 +105,7 @@ class QuantizedReduceScatter:
             own.copy_((total if factor == 1 else total.mul_(factor)).view(own.shape))
 
     def _write(self, sent: Tensor, values: Tensor, part: SentPart, key: Tensor | None) -> None:
-        """Writes the bytes of one gradient's parts, [ranks, elements]."""
+        """Writes one gradient's codes and scales as bytes, [ranks, elements]."""
         ranks = len(sent)
         if part.scales is None:
             sent[:, part.codes : part.end].copy_(values.view(torch.uint8))
@@ -113,7 +113,7 @@ class QuantizedReduceScatter:
         if not values.numel():
             return
         matrices = values.view(ranks, part.rows, part.columns)
-        # Codes saturate an Inf, which a loss scaler is to see.
+        # Codes saturate Inf; NaN survives, so that a loss scaler detects it.
         torch.nan_to_num_(matrices, nan=torch.nan, posinf=torch.nan, neginf=torch.nan)
         codes, scales, _ = kernels_for(matrices).quantize(matrices, self.format, key=key)
         for place, stored in ((part.codes, codes), (part.scales, scales)):
@@ -121,20 +121,20 @@ class QuantizedReduceScatter:
             sent[:, place : place + content.shape[1]].copy_(content)
 
     def _read(self, received: Tensor, part: SentPart, dtype: torch.dtype) -> Tensor:
-        """The terms that all ranks have sent of one gradient, float32 [ranks, rows, columns]."""
+        """Returns all ranks' terms of one gradient, float32 [ranks, rows, columns]."""
         shape = (len(received), part.rows, part.columns)
         if part.scales is None:
             return received[:, part.codes : part.end].contiguous().view(dtype).view(shape).to(torch.float32, copy=True)
         if not part.rows * part.columns:
             return torch.empty(shape, dtype=torch.float32, device=received.device)
-        # What lies between the codes and their scales is there for alignment.
+        # Bytes between codes and scales are alignment padding.
         size = part.rows * packed_columns(part.columns, self.format.element.bits)
         codes = received[:, part.codes : part.codes + size].reshape(*shape[:2], -1)
         scales = received[:, part.scales : part.end].contiguous().view(getattr(torch, self.format.scale.dtype))
         return dequantize_parts((codes, scales.view(*shape[:2], -1)), self.format, torch.float32, part.columns)
 
     def _keys(self, reduced: Reduced, group: dist.ProcessGroup, device: torch.device) -> Sequence[Tensor | None]:
-        """The keys of these parameters, one after another."""
+        """Returns the key of each parameter's gradient, and counts the reduction."""
         numbers = tuple(self._number(param) for param in reduced.params)
         counts = [self.reductions[number] for number in numbers]
         for number in set(numbers):
@@ -149,7 +149,7 @@ class QuantizedReduceScatter:
         if made is None or made[0] != firsts:
             reductions = np.array(firsts) * _AT_ONCE + np.arange(_AT_ONCE)[:, None]
             table = torch.from_numpy(term_keys(self.key, numbers, reductions, rank))
-            # The host waits for nothing: the copy of so few bytes is taken at once.
+            # So small a copy is staged at once; the host doesn't wait.
             made = kept(self._tables, numbers, (firsts, table.to(device, non_blocking=True)))
         return [made[1][count % _AT_ONCE, i] for i, count in enumerate(counts)]
 
@@ -165,28 +165,26 @@ class QuantizedReduceScatter:
 def quantize_reduce_scatter(
     model: nn.Module, format: Format | str = "mxfp8_e5m2", *, key: Key | None = 0
 ) -> QuantizedReduceScatter:
-    """Lets FSDP2 reduce-scatter a model's gradients as codes and scales: about half of the bytes of bfloat16.
+    """Makes FSDP2 reduce-scatter a model's gradients as codes and scales: about half the bytes of bfloat16.
 
-    Each rank's unsharded gradient is rounded once to the format. Terms are added in fp32, in the order of the ranks, divided
-    as FSDP2 divides, and rounded once to its `reduce_dtype`. Gradients of one axis, such as those of biases and norms, travel
-    as they are, and are added in the same way. An Inf becomes NaN.
+    Each rank's unsharded gradient is rounded once to the format. Terms are added in fp32 in rank order, divided as FSDP2
+    divides, and rounded once to its `reduce_dtype`. 1-D gradients, such as those for biases and norms, are sent uncompressed
+    and added in the same way. An Inf becomes NaN.
 
-    Where FSDP2 has replicas too (HSDP), it adds up their sums itself, as ever: in `reduce_dtype`, by its own all-reduce.
-    On one rank nothing is sent, and nothing is rounded.
+    With replicas (HSDP), FSDP2 adds their sums by its own all-reduce in `reduce_dtype`. On one rank nothing is sent or rounded.
 
     Args:
-        model: a model to which `fully_shard` was applied; all modules in it that FSDP2 shards change.
-        format: in blocks of one row, with one level of scales.
-        key: of stochastic rounding, which errs by zero in the mean; equal on all ranks, which draw bits of their own. None
+        model: a model to which `fully_shard` was applied; all FSDP2 modules in it are changed.
+        format: with blocks of one row and one level of scales.
+        key: key of stochastic rounding, whose mean error is zero; pass the same on all ranks, each draws its own bits. None
             rounds to nearest even.
 
     Returns:
-        What FSDP2 calls from now on. Its `state_dict` belongs in a checkpoint of a run that is to go on with the same random
-        bits.
+        The object that FSDP2 calls from now on. Save its `state_dict` in checkpoints to resume with the same random bits.
 
     Raises:
-        ValueError: a format whose rows share scales, a bad key, a model without FSDP2, or a parameter cut along another axis
-            than 0.
+        ValueError: rows of the format share scales, the key is bad, the model has no FSDP2 module, or a parameter is sharded
+            along another axis than 0.
 
     Example:
         fully_shard(model)
@@ -214,7 +212,7 @@ def quantize_reduce_scatter(
                     f"model: parameter {fsdp_name(param)!r} is cut along axis {shard_dim(param)}; gradients that are cut along "
                     "axis 0 travel as codes, so leave shard_placement_fn out"
                 )
-    # FSDP2 asks for the methods of torch's base class, which has no public name.
+    # FSDP2 needs the methods of torch's base class, which has no public name.
     reduce_scatter: Any = QuantizedReduceScatter(model, found, words)
     for module in modules:
         module.set_custom_reduce_scatter(reduce_scatter)
@@ -229,7 +227,7 @@ def _reduced(frame: FrameType) -> Reduced:
 
 
 def _factor(op: Any, ranks: int, divisor: float | None) -> float:
-    """The factor that the sum is multiplied with."""
+    """Returns the factor by which the sum is multiplied."""
     if op == dist.ReduceOp.AVG:
         return 1 / ranks
     if op == dist.ReduceOp.SUM:
@@ -240,7 +238,7 @@ def _factor(op: Any, ranks: int, divisor: float | None) -> float:
 
 
 def _split(buffer: Tensor, parts: Sequence[SentPart]) -> Sequence[Tensor]:
-    """The part of each gradient in FSDP2's buffer [.., elements]."""
+    """Returns each gradient's part of FSDP2's buffer [.., elements]."""
     return buffer.split([part.rows * part.columns for part in parts], 1)
 
 
@@ -248,18 +246,13 @@ def _split(buffer: Tensor, parts: Sequence[SentPart]) -> Sequence[Tensor]:
 
 
 class TreeSum:
-    """A sum of terms that come one after another, in fp32; it keeps a partial sum for each power of two."""
+    """A pairwise fp32 sum of successive terms; it keeps one partial sum for each power of two."""
 
     def __init__(self):
         self._partial: list[tuple[int, Tensor]] = []
 
     def add(self, term: Tensor, *, owned: bool = False) -> None:
-        """Adds the next term.
-
-        Args:
-            term: of any float dtype; left as it is, unless it is owned.
-            owned: whether it may be kept and written to.
-        """
+        """Adds the next term, of any float dtype; it is written to only if `owned`."""
         count = 1
         if term.dtype is not torch.float32:
             term, owned = term.float(), True
@@ -268,7 +261,7 @@ class TreeSum:
         self._partial.append((count, term if owned else term.clone()))
 
     def total(self) -> Tensor:
-        """Returns the sum of all terms, at least one, and begins anew."""
+        """Returns the sum of all terms (at least one) and resets."""
         _, total = self._partial.pop()
         while self._partial:
             total = self._partial.pop()[1].add_(total)
@@ -276,7 +269,7 @@ class TreeSum:
 
 
 def tree_sum(terms: Tensor) -> Tensor:
-    """Returns the sum over the first axis, float32; a float32 tensor of terms is written over."""
+    """Returns the sum over the first axis, float32; overwrites float32 terms."""
     tree = TreeSum()
     for term in terms:
         tree.add(term, owned=True)
@@ -284,9 +277,9 @@ def tree_sum(terms: Tensor) -> Tensor:
 
 
 def tree_reduce(terms: Tensor, group: str, ranks: int, dtype: torch.dtype) -> Tensor:
-    """Sums the ranks' terms, float32, in the order of the ranks, and rounds once to a dtype; every rank gets all of it.
+    """Returns the sum of the ranks' float32 terms, added in rank order and rounded once to `dtype`, on every rank.
 
-    Each rank adds its share of the elements up, and the shares are gathered in the result's dtype.
+    Each rank sums its share of the elements; the shares are gathered in the result's dtype.
     """
     if ranks == 1:
         return terms.to(dtype)

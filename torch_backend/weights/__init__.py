@@ -1,1 +1,1 @@
-"""Weights as they are kept: loaded, requantized in place on every rank alike, cast when gathered, and shown in state dicts."""
+"""High-precision and quantized weights of modules: loading, requantization over ranks, casts before a gather, state dicts."""

@@ -1,8 +1,8 @@
-"""`CastWeight`: a weight in high precision that travels quantized.
+"""`CastWeight`: a high-precision weight that FSDP2 gathers quantized.
 
-The parameter, its shard and what the optimizer sees are ordinary float32 or bfloat16 values. FSDP2's hook quantizes the shard
-before each gather, with the amaxes that it shares with other ranks reduced first, so the gathered weight is the quantization
-of the whole one. Where nothing is gathered, a product quantizes it at the point of use (`quantized`).
+The parameter, its shard and the optimizer's view are ordinary float32 or bfloat16 values. FSDP2's hook reduces the amaxes that
+ranks share and quantizes the shard before each gather, so the gathered weight equals the quantized whole. Without a gather, the
+product quantizes it (`quantized`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ _KEEP_CLASS = {
     aten.empty_like.default,
     aten.new_zeros.default,
 }
-"""Operations that give a `CastWeight`: those of `fully_shard`, copies, moves and casts. All others give plain tensors."""
+"""Operations that return a `CastWeight`: those that `fully_shard` calls, copies, moves and casts. Others return plain tensors.
+"""
 
 _VIEWS = {
     aten.t.default,
@@ -73,29 +74,29 @@ _VIEWS = {
     aten.unbind.int,
     aten.split_with_sizes.default,
 }
-"""Operations before a product: the matrices that they give are `CastWeight`s too, so that a product with one is seen."""
+"""View operations before a product; their matrices are `CastWeight`s too, so that the product is detected."""
 
 _SHARE_MEMORY = {aten.detach.default, aten.alias.default, aten.view.default, aten.slice.Tensor, aten.split.Tensor, *_VIEWS}
 
 
 class CastWeight(Wrapper):
-    """Values of a weight, and the format in which they travel and are multiplied.
+    """A weight's values and the format in which it is gathered and multiplied.
 
-    Every operation acts on the values, but for products with something else, which raise: they are the layer's to quantize.
+    Operations act on the values. Products with another tensor raise, since the layer must quantize first.
 
     Attributes:
         values: the weight, a plain tensor.
-        format: what it is quantized to.
-        whole: shape of what FSDP2 divides: the unsharded weight, or what tensor parallelism left of it.
-        cut: this rank's part, where tensor parallelism cut the weight before FSDP2 divides it; else None.
+        format: the format it is quantized to.
+        whole: shape of the tensor that FSDP2 divides: the unsharded weight, or its tensor-parallel shard.
+        cut: this rank's tensor-parallel shard, if tensor parallelism cut the weight before FSDP2; else None.
     """
 
     values: Tensor
     format: Format
     whole: tuple[int, ...]
     cut: TensorParallelShard | None
-    # Whether the values were written in place since the layer last looked, in a list that all have that share their memory.
-    # torch's own count leaves out what is written through `.data`.
+    # Whether the values were written in place since the layer last looked; a list shared by all aliases. torch's version
+    # counter misses writes through `.data`.
     _noted: list[bool]
 
     __torch_function__ = NO_TORCH_FUNCTION
@@ -105,7 +106,7 @@ class CastWeight(Wrapper):
         return make_wrapper_subclass(cls, values.shape, strides=values.stride(), dtype=values.dtype, device=values.device)
 
     def __init__(self, values: Tensor, format: Format, whole: tuple[int, ...], cut: TensorParallelShard | None = None):
-        # No checks: tracing passes placeholders here. `from_values` has them.
+        # No checks, since tracing passes placeholders; `from_values` checks.
         self.values = values
         self.format = format
         self.whole = whole
@@ -115,29 +116,29 @@ class CastWeight(Wrapper):
 
     @classmethod
     def from_values(cls, values: Tensor, format: Format | str, cut: TensorParallelShard | None = None) -> CastWeight:
-        """Makes a weight of values, whole or cut by tensor parallelism; shares their memory.
+        """Creates a weight from values, whole or cut by tensor parallelism, sharing their memory.
 
         Args:
-            values: float32, float16 or bfloat16, two or more axes. Of those with torch's negative bit, whose memory holds the
-                negated values, a copy is taken.
+            values: float32, float16 or bfloat16, with two or more axes. Values with torch's negative bit, whose memory holds
+                the negated values, are copied.
             format: a `Format` or its name.
-            cut: how tensor parallelism cut it.
+            cut: this rank's tensor-parallel shard, or None.
 
         Raises:
-            TypeError, ValueError: the values can't be quantized, or the format is not known.
+            TypeError, ValueError: the values can't be quantized, or the format is unknown.
         """
         check_input(values)
         return cls(values.resolve_neg(), Format.parse(format), tuple(values.shape), cut)
 
     def quantized(self) -> QuantizedTensor:
-        """Quantizes the whole weight as it is now, without a gradient."""
+        """Quantizes the current values of the whole weight, without a gradient."""
         with torch.no_grad():
             codes, scales, tensor_scale = kernels_for(self.values).quantize(self.values, self.format)
         return QuantizedTensor(codes, scales, tensor_scale, self.format, self.shape[-1], self.dtype)
 
     @fsdp.GatherHook
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.GatherMetadata]:
-        """Quantizes this rank's rows as a part of the whole, and returns codes and scales to send (`fsdp.send`)."""
+        """Quantizes this rank's rows as part of the whole and returns codes and scales to send (`fsdp.send`)."""
         agree_before_gather()
         world, rank = place_on(mesh)
         base, step = _before_gather(self.format, self.whole, self.cut, world, rank)
@@ -172,7 +173,7 @@ class CastWeight(Wrapper):
             what = f"{func} of a weight cast at use would multiply it in high precision: {CALL_THE_LAYER}"
             raise noted(NotImplementedError(what), ("its values: weight.values", *READERS_OF_LAYERS))
         if decomposes(func):
-            # As they come in inference mode; of the operations that they are made of, some keep the class.
+            # Inference mode dispatches composite operations; some of their components keep the class.
             return func.decompose(*args, **kwargs)
         if torch.Tag.inplace_view in func.tags:
             raise NotImplementedError(
@@ -189,14 +190,14 @@ class CastWeight(Wrapper):
             return result
         weight: CastWeight = args[0]
         whole = weight.whole
-        # Parts are parts of what is split; so is what goes into a buffer that is no longer than it.
+        # FSDP2 divides the tensor that is split; a buffer no longer than the weight will hold a part of it.
         if func is aten.split.Tensor or (func is aten.new_zeros.default and not result.numel() > weight.numel()):
             whole = tuple(weight.shape)
 
         def keep(values: Tensor) -> Tensor:
             if func in _VIEWS:
                 return shared(CastWeight(values, weight.format, tuple(values.shape)))
-            # A module that is cast has a weight afterwards; memory of another dtype is for something else.
+            # A cast module keeps its weight's class; memory of another dtype serves another purpose.
             cast = func is aten._to_copy.default and values.is_floating_point()
             kept = cast or values.dtype == weight.dtype
             return shared(CastWeight(values, weight.format, whole, weight.cut)) if kept else values
@@ -245,7 +246,7 @@ class CastWeight(Wrapper):
 
 
 def _is_multiplied(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Says whether a product multiplies such a weight with something else; one may be added to a weight, or written there."""
+    """Returns whether a product multiplies a `CastWeight` with another tensor; adding to one or writing into one is allowed."""
     read = args[1:] if func in PRODUCTS_ADDED else args, {name: each for name, each in kwargs.items() if name != "out"}
     tensors = [each for each in pytree.tree_leaves(read) if isinstance(each, Tensor)]
     weights = [isinstance(each, CastWeight) for each in tensors]
@@ -259,12 +260,10 @@ def _note_written(into: Any) -> None:
 
 
 def _written(func: Any, args: tuple, kwargs: dict[str, Any], names: list[str]) -> Any:
-    """Carries out an operation whose results go into tensors that are given (`out=`), a weight among them.
+    """Runs an operation with `out=` tensors, a weight among them.
 
-    They are made apart first: torch gives an output of another shape the shape of the result, and a weight keeps its own.
-
-    Raises:
-        NotImplementedError: the result for a weight has another shape.
+    Results go into copies first: torch resizes outputs, but a weight keeps its shape. Raises NotImplementedError if its
+    result's shape differs.
     """
     values = lambda each: each.values if isinstance(each, CastWeight) else each  # noqa: E731
     outputs = {name: kwargs[name] for name in names}
@@ -291,7 +290,7 @@ def _written(func: Any, args: tuple, kwargs: dict[str, Any], names: list[str]) -
 def _before_gather(
     format: Format, whole: tuple[int, ...], cut: TensorParallelShard | None, shards: int, rank: int
 ) -> tuple[Base, Quantization]:
-    """The weight that FSDP2 divides, and the quantization of a part by this rank of its shard mesh."""
+    """Returns the tensor that FSDP2 divides, and the quantization of this rank's shard."""
     sharding = Sharding(whole, Mesh((shards,), (fsdp.AXIS,)), (Shard(0),))
     origin = (0, 0)
     if cut is not None:

@@ -1,4 +1,4 @@
-"""`load_high_precision_`: high-precision values into weights, sharded or not, with the same scales on all ranks."""
+"""`load_high_precision_`: loads high-precision values into weights, with the same scales on all ranks."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from .requantize import note_written, requantize_
 
 
 def load_high_precision_(param: Tensor, tensor: Tensor, *, keep_init: bool = True) -> None:
-    """Quantizes a high-precision weight into a quantized parameter, in place, as if the parameter were whole.
+    """Quantizes high-precision values into a quantized parameter, in place, as if it were unsharded.
 
-    Every rank that holds a part of the parameter must call it. A weight that is kept in high precision and travels quantized
-    takes the values as they are. `AdamW` makes its master of a quantized one anew, from these values, in its next step;
-    a master that it keeps of one in 16 bits, not quantized, stays, and the next step writes the old values back.
+    Every rank that holds a shard of the parameter must call it. A `CastWeight` takes the values unchanged. `AdamW` recreates
+    its master from these values in the next step.
 
     Args:
-        param: a `QuantizedTensor`, a `CastWeight`, or a DTensor of one; the parameter itself, with all of its experts.
-        tensor: float32, float16 or bfloat16: the whole weight, alike on every rank, or a DTensor placed like `param`. It may be
+        param: a `QuantizedTensor`, a `CastWeight`, or a DTensor of one; the whole parameter, with all of its experts.
+        tensor: float32, float16 or bfloat16: the whole weight, equal on every rank, or a DTensor placed like `param`. It may be
             on another device.
         keep_init: keep this rank's original values, on the CPU, as `initial`; a frozen parameter keeps none.
 
     Raises:
-        TypeError: param is neither, or the dtype of tensor is none of these.
+        TypeError: param or tensor has the wrong type or dtype.
         ValueError: the shape or placements don't fit, param is on the meta device, or it is FSDP's gathered copy or a view of a
             part of a parameter.
 
@@ -71,7 +70,7 @@ def load_high_precision_(param: Tensor, tensor: Tensor, *, keep_init: bool = Tru
 
 
 def _is_view(param: Tensor, local: QuantizedTensor) -> bool:
-    """Returns whether param is a view of a part of another tensor; FSDP2's shards, which are DTensors, are not."""
+    """Returns whether param is a view of a part of another tensor; FSDP2's shards, which are DTensors, don't count."""
     if isinstance(param, nn.Parameter) or sharding.mesh_of(param) is not None:
         return False
     return local._is_view() or local.codes.untyped_storage().nbytes() > local.codes.numel()
@@ -82,7 +81,7 @@ def _kind(tensor: Any) -> str:
 
 
 def _part_of(tensor: Tensor, param: Tensor) -> Tensor:
-    """This rank's part of a high-precision tensor."""
+    """Returns this rank's shard of a high-precision tensor."""
     if sharding.mesh_of(tensor) is None:
         return sharding.own_part(tensor, param)
     lies, region = sharding.sharding_of(param), sharding.region_of(param)
@@ -91,7 +90,7 @@ def _part_of(tensor: Tensor, param: Tensor) -> Tensor:
             f"tensor must be placed like the parameter, {lies}, got {sharding.sharding_of(tensor)}: redistribute it, or pass "
             "full_tensor()"
         )
-    # Where nothing divides evenly, torch gives the ranks of a strided DTensor other rows than FSDP2 does.
+    # torch gives ranks other rows of an unevenly divided strided DTensor than FSDP2 does.
     strided = any(isinstance(placement, StridedShard) for placement in lies.placements)
     local = sharding.local_of(tensor)
     if tuple(local.shape) != region.shape or (strided and len({r.shape for r in lies.regions}) > 1):
@@ -104,22 +103,22 @@ def _part_of(tensor: Tensor, param: Tensor) -> Tensor:
 
 @torch.no_grad()
 def init_(param: Tensor, function: Callable[..., Any], *, keep_init: bool = True) -> Tensor:
-    """Initializes a parameter by a function that writes into a tensor, such as those of `torch.nn.init`.
+    """Initializes a parameter with a function that fills a tensor, such as those of `torch.nn.init`.
 
-    For a quantized weight the function gets a plain tensor of the whole weight's shape and dtype, and what it writes is
-    quantized. Where the weight is sharded every rank calls `init_`, draws the whole weight and keeps its rows: ranks that are
-    seeded alike get what one rank alone would. Any other parameter is given to the function itself.
+    For a quantized weight the function fills a plain tensor of the whole weight's shape and dtype, which is then quantized. If
+    the weight is sharded every rank must call `init_`: each draws the whole weight and keeps its rows, so equally seeded ranks
+    get the weight of a single rank. Any other parameter is passed to the function itself.
 
     Args:
-        param: a parameter, quantized or not, sharded or not; on the meta device nothing is done.
-        function: called with one tensor, which it writes into; what it returns is ignored.
-        keep_init: whether the original values are kept, on the CPU, until an optimizer takes them as its master weights.
+        param: a parameter, quantized or not, sharded or not; one on the meta device is left alone.
+        function: called with one tensor, which it fills; its result is ignored.
+        keep_init: keep the original values, on the CPU, until an optimizer takes them as its masters.
 
     Returns:
         The parameter.
 
     Raises:
-        TypeError: param is no tensor, or function can't be called.
+        TypeError: param is not a tensor, or function is not callable.
 
     Example:
         >>> init_(layer.weight, partial(torch.nn.init.trunc_normal_, std=0.02))

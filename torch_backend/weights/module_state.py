@@ -1,7 +1,7 @@
-"""Modules that hold quantized weights, in state dicts: shown as parts, loaded from parts or from high-precision values.
+"""Saves quantized parameters of modules as parts in state dicts, and loads parts or high-precision values.
 
-What a load brings for a quantized weight is taken out of the state dict before torch would copy it, and loaded once FSDP2's own
-hooks have put the sharded parameters back into the module.
+A pre-hook removes a quantized weight's entries from the state dict before torch would copy them; a post-hook loads them after
+FSDP2's hooks have put the sharded parameters back into the module.
 """
 
 from __future__ import annotations
@@ -28,24 +28,23 @@ from .state_dict import REMEDY, check_format, empty_entry, format_of, load_parts
 
 
 class InParts(nn.Module):
-    """A module whose parameters may be quantized, and are then codes and scales in state dicts.
+    """A module whose quantized parameters appear as codes and scales in state dicts.
 
-    This rank's part of `weight` can be read under the names that state dicts give its parts: `weight_codes`, `weight_scale`,
-    `weight_tensor_scale` and `weight_format_FORMAT`. torch and accelerate look each name of a state dict up in the module.
-    Classes with other quantized parameters have these names of theirs from `part_properties`.
+    This rank's parts of `weight` are attributes with their state dict names: `weight_codes`, `weight_scale`,
+    `weight_tensor_scale` and `weight_format_FORMAT`. torch and accelerate look up each state dict name in the module. Classes
+    with other quantized parameters add these attributes by `part_properties`.
     """
 
 
 class RecipeState(nn.Module):
-    """A module without parameters in which another keeps a recipe's state for one of its weights."""
+    """A module without parameters that holds a recipe's state for one weight of another module."""
 
 
 def keep_in_parts(module: nn.Module) -> None:
-    """Makes a module's state dict show its quantized parameters as parts, and take parts or high-precision values for them.
+    """Registers hooks that show quantized parameters as parts in state dicts and load parts or high-precision values.
 
-    `load_state_dict` raises ValueError where codes are of another format, or a part is missing or of another shape, and then
-    leaves the parameter as it was. Under FSDP2 every rank calls `state_dict` and `load_state_dict`. The module's attribute
-    `keep_init` says whether originals of high-precision values are kept.
+    `load_state_dict` raises ValueError, leaving the parameter unchanged, for codes of another format and missing or misshapen
+    parts. Under FSDP2 both state dict calls are collective. The module's `keep_init` says whether to keep original values.
     """
     loading = _LoadHooks()
     module.register_state_dict_post_hook(_show_parts)
@@ -54,7 +53,7 @@ def keep_in_parts(module: nn.Module) -> None:
 
 
 def part_properties(name: str) -> dict[str, property]:
-    """Returns properties by which this rank's part of a quantized parameter is read under each name in state dicts."""
+    """Returns properties for reading this rank's parts of a quantized parameter by their state dict names."""
     return {name + suffix: _part(name, suffix) for suffix in (*SUFFIXES.values(), *(f"{FORMAT}{format}" for format in FORMATS))}
 
 
@@ -78,7 +77,7 @@ for _name, _property in part_properties("weight").items():
 
 
 def state_names(module: nn.Module) -> set[str]:
-    """Returns the names of the buffers that recipes may need in a module, and in what it keeps for each of its weights."""
+    """Returns the names of all buffers that recipes may use in a module and its `RecipeState` children."""
     paths = [path for path, inner in module.named_modules() if inner is module or isinstance(inner, RecipeState)]
     return {f"{path}.{name}".removeprefix(".") for path in paths for name in chain(*LAYER_BUFFERS)}
 
@@ -95,13 +94,13 @@ def _show_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: A
 
 @dataclass
 class _Taken:
-    """Values that a load has brought for a module's own parameters, between the hooks.
+    """A module's own entries of a load, kept between the hooks.
 
     Attributes:
-        prefix: of the module's names.
-        assign: whether new parameters are to be made of it.
-        parts, values: codes and scales by suffix, and high-precision values, by the name of the parameter.
-        not_missing: names of the recipe's buffers, which a model that isn't quantized doesn't have.
+        prefix: prefix of the module's names.
+        assign: whether new parameters are assigned.
+        parts, values: parts by suffix, and high-precision values, by parameter name.
+        not_missing: names of recipe buffers, which the state dict of an unquantized model lacks.
     """
 
     prefix: str = ""
@@ -112,13 +111,13 @@ class _Taken:
 
 
 class _LoadHooks:
-    """The hooks by which one module loads."""
+    """The load hooks of one module."""
 
     def __init__(self):
         self.taken = _Taken()
 
     def __reduce__(self):
-        # Between loads there is nothing to copy or to pickle.
+        # There is nothing to copy or pickle between loads.
         return _LoadHooks, ()
 
     def take_out(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
@@ -138,7 +137,7 @@ class _LoadHooks:
             if taken.assign and (param.is_meta or sharding.mesh_of(param) is None):
                 check_free(param, key, "load it with assign=False, or before that is there")
             if not isinstance(value, Tensor):
-                # torch takes the name alone out where frozen parameters are ignored, and means all of it.
+                # If frozen parameters are ignored, torch removes only the weight's own name; remove its parts too.
                 for suffix in [*SUFFIXES.values(), f"{FORMAT}{theirs}"]:
                     state_dict.pop(key + suffix, None)
             elif (copied := _copied(param, value)) is not None:
@@ -178,7 +177,7 @@ class _LoadHooks:
 
 
 def _fits(key: str, param: Tensor, value: Any) -> bool:
-    """Returns whether an entry holds values for a parameter; torch copies or refuses one of another shape, or of codes."""
+    """Returns whether an entry has values for a parameter. torch copies or rejects other shapes and codes."""
     if not isinstance(value, Tensor) or value.shape != param.shape or isinstance(sharding.local_of(value), QuantizedTensor):
         return False
     if value.dtype not in DTYPES:
@@ -189,7 +188,7 @@ def _fits(key: str, param: Tensor, value: Any) -> bool:
 
 
 def _copied(param: Tensor, value: Tensor) -> Tensor | None:
-    """Takes the values from rank 0 that torch has copied into this rank's part of a parameter; None where there are none."""
+    """Takes rank 0's values that torch copied into this rank's shard of a parameter, or returns None."""
     local: Any = sharding.local_of(value)
     copied = local.geometry.copied if isinstance(local, QuantizedTensor) else None
     if copied is not None:
@@ -199,7 +198,7 @@ def _copied(param: Tensor, value: Tensor) -> Tensor | None:
 
 
 def _from_first_rank(param: Tensor, key: str, state_dict: MutableMapping[str, Any]) -> dict[str, Tensor]:
-    """Broadcasts the parts that rank 0 alone has in its state dict: torch's own broadcast keeps parameters only."""
+    """Broadcasts the parts that only rank 0's state dict has; torch's own broadcast handles parameters only."""
     problem: list[str | None] = [None]
     values: dict[str, Tensor] = {}
     if dist.get_rank() == 0:
@@ -229,7 +228,7 @@ def _from_first_rank(param: Tensor, key: str, state_dict: MutableMapping[str, An
 
 
 def _made_of(param: Tensor, values: dict[str, Tensor]) -> QuantizedTensor:
-    """Makes a parameter that is not sharded of these parts themselves."""
+    """Builds an unsharded parameter from these very parts."""
     q: Any = param
     found = [values.get(SUFFIXES[part.name]) for part in stored_parts(param)]
     made = QuantizedTensor.from_parts(*found, format=q.format, columns=q.shape[-1], dtype=q.dtype, origin=q.origin)  # pyright: ignore
@@ -238,30 +237,26 @@ def _made_of(param: Tensor, values: dict[str, Tensor]) -> QuantizedTensor:
 
 
 def _made_for(param: Tensor, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Makes memory for a parameter on the meta device, of this dtype and on this device."""
+    """Allocates a meta parameter with this dtype on this device."""
     local = sharding.local_of(param).detach()
     return nn.Parameter(placed(param, torch.empty_like(local.to(dtype), device=device)), param.requires_grad)
 
 
-# ---- parameters that others hold
+# ---- replacing parameters in place
 
 
 def check_free(param: Tensor, name: str, remedy: str) -> None:
-    """Raises ValueError where something holds a parameter that would not go on with what it becomes (`become_tensor`)."""
+    """Raises ValueError if something holds the parameter that `become_tensor` would break."""
     holder = holder_of(param)
     if holder is not None:
         raise ValueError(f"{name} is held by {holder}, and can't become another tensor behind its back: {remedy}")
 
 
 def become_tensor(param: Tensor, new: Tensor) -> None:
-    """Makes a parameter another one; its gradient and the marks of other libraries (`vars(param)`) stay.
+    """Turns a parameter into `new` in place; its gradient and other libraries' attributes (`vars(param)`) are kept.
 
-    It stays the same object, so that optimizers, other modules and whatever else holds it go on with what it is now. `new` is
-    nobody's afterwards.
-
-    Args:
-        param: a parameter for which `check_free` raises nothing.
-        new: one that is in no use yet.
+    The object's identity doesn't change, so optimizers and other modules that hold it see the new tensor. Call `check_free`
+    first; don't use `new` afterwards.
     """
     gradient = param.grad
     torch.utils.swap_tensors(param, new)
@@ -271,27 +266,18 @@ def become_tensor(param: Tensor, new: Tensor) -> None:
 
 
 def become(thing: nn.Module | Tensor, cls: type) -> None:
-    """Makes a module, or a tensor, one of another class.
+    """Changes an object's class, as torch's `fully_shard` does; its identity, and so everything that refers to it, is kept.
 
-    It stays the same object, and so whatever refers to it goes on with the new class: its parents (under several names, in
-    lists, in attributes that are no children), hooks, what users hold. Another in its place would reach none of these. torch's
-    `fully_shard` does the same.
-
-    Args:
-        thing: any; it already has what the new class needs, or gets it next.
-        cls: a class without a constructor's work to be done.
-
-    Raises:
-        TypeError: Python can't, since the two lay their memory out in different ways.
+    The constructor of `cls` isn't run. Raises TypeError if the two classes have different memory layouts.
     """
     changed: Any = thing
     changed.__class__ = cls
 
 
 class ReplacedParameter(Tensor):
-    """A parameter in whose place another stands now: all that is done with it raises.
+    """A parameter that was replaced: every operation on it raises.
 
-    It can't become a DTensor: torch gives that other slots.
+    It can't become a DTensor, whose slots differ.
     """
 
     @classmethod
@@ -306,5 +292,5 @@ class ReplacedParameter(Tensor):
 
 
 def retire(param: Tensor) -> None:
-    """Makes a parameter say, whatever is done with it, that it was replaced."""
+    """Makes every operation on a replaced parameter raise."""
     become(param, ReplacedParameter)

@@ -1,4 +1,4 @@
-"""Quantizing shards so that they are the shards of the quantized whole, in place: after an optimizer step, or on loading."""
+"""Quantizes shards in place so that they equal the shards of the quantized whole, after an optimizer step or on loading."""
 
 from __future__ import annotations
 
@@ -21,22 +21,14 @@ from ..sharded.rank_plan import Quantization, weight_quantization
 
 
 def requantize_(params: Sequence[Tensor], values: Sequence[Tensor], *, keys: Sequence[Key | None] | None = None) -> None:
-    """Writes the quantization of new values into quantized parameters, as if each whole parameter were quantized at once.
+    """Writes the quantization of new values into quantized parameters, as if each were unsharded; collective.
 
-    Codes and scales are written in place, into the memory that the next gather reads. A parameter's `initial` is dropped, since
-    it no longer belongs to its codes. Every rank that holds a part of a parameter must call it, with parameters in the same
-    order, also where its part is empty.
+    Each of `values` (float32, float16 or bfloat16) is this rank's shard, local or as a DTensor placed alike. A key rounds
+    float32 values stochastically for a weight without a master, whose new scales depend on its current ones
+    (`definition.kept_scales`). Codes and scales keep their memory, which the next gather reads; `initial` is dropped. All ranks
+    that hold a shard must pass the parameters in the same order, even if their shard is empty.
 
-    Args:
-        params: quantized tensors, or DTensors of them.
-        values: float32, float16 or bfloat16; for each parameter what this rank holds of it, as a local tensor or as a DTensor
-            placed alike.
-        keys: for each parameter None, or a key for stochastic rounding: of one without a master, whose scales then go on from
-            those that it has (`definition.kept_scales`). Its values are float32.
-
-    Raises:
-        TypeError: a parameter is not quantized.
-        ValueError: values don't fit their parameter; or it is FSDP's gathered copy (call `reshard()` of its FSDPModule first).
+    Raises TypeError if a parameter is not quantized, and ValueError if values don't fit or it is FSDP's gathered copy.
     """
     keys = [None] * len(params) if keys is None else keys
     shards = [_shard(param, value, key) for param, value, key in zip(params, values, keys, strict=True)]
@@ -48,12 +40,12 @@ def requantize_(params: Sequence[Tensor], values: Sequence[Tensor], *, keys: Seq
 
 
 def note_written(tensors: Iterable[Tensor]) -> None:
-    """Tells autograd that memory of these was written past it: backwards of forwards before that raise, as torch's own do."""
+    """Increments versions of tensors written without autograd, so that backwards of earlier forwards raise as torch's do."""
     increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 def _shard(param: Tensor, values: Tensor, key: Key | None) -> tuple[QuantizedTensor, WeightShard]:
-    """The local tensor of a parameter, and the values that are quantized into it."""
+    """Returns a parameter's local tensor and the values to quantize into it."""
     local = sharding.local_of(param)
     if not isinstance(local, QuantizedTensor):
         raise TypeError(f"params must hold quantized tensors, got {type(local).__name__} of {local.dtype}")
@@ -76,7 +68,7 @@ def _shard(param: Tensor, values: Tensor, key: Key | None) -> tuple[QuantizedTen
 
 
 def check_writable(local: QuantizedTensor) -> None:
-    """Raises ValueError where what is written into a local tensor would be lost, or would lose what it was given."""
+    """Raises ValueError if a write into a local tensor would be lost, or would discard pending copied values."""
     if local.geometry.gathered:
         raise ValueError(
             "params: this is FSDP's gathered copy of a sharded weight, which the next reshard throws away: call reshard() on "
@@ -87,14 +79,13 @@ def check_writable(local: QuantizedTensor) -> None:
 
 
 def quantization_of(param: Tensor, local: QuantizedTensor, stochastic: bool = False) -> tuple[Quantization, dict[str, str]]:
-    """Returns how this rank's part of a parameter is quantized, and the process group of each mesh axis that it reduces over.
+    """Returns how this rank's shard is quantized, and the process group of each mesh axis that it reduces over.
 
-    Raises:
-        ValueError: the local tensor doesn't lie where the parameter says.
+    Raises ValueError if the local tensor's origin contradicts the parameter's sharding.
     """
     lies = sharding.sharding_of(param)
     region = sharding.region_of(param, lies)
-    # A plain tensor may be a part of something that it alone knows.
+    # A plain tensor may be a part of a whole that only its geometry records.
     origin = local.origin if sharding.mesh_of(param) is None else region.origin
     if local.origin != origin and not region.empty:
         raise ValueError(

@@ -1,20 +1,18 @@
-"""Quantized weights in state dicts: codes and scales as ordinary tensors, beside the format's name.
+"""Stores quantized weights in state dicts as ordinary tensors: codes, scales, and the format in a key.
 
 A quantized parameter NAME of a module, sharded or not, becomes
 
-    NAME                    nothing in memory: its shape is (0, *shape of the weight), its dtype the nominal one. A plain model
-                            refuses it, with strict=False too, and nothing that casts makes values of it
-    NAME_codes              uint8
-    NAME_scale              uint8 or float32, one for each block
-    NAME_tensor_scale       float32 of shape (), for NVFP4 only
-    NAME_format_FORMAT      as NAME: it says what the codes are
+    NAME                    no data: shape (0, *shape of the weight) and the nominal dtype. A plain model rejects it, even with
+        strict=False, and casts can't turn it into values NAME_codes              uint8 NAME_scale              uint8 or
+        float32, one for each block NAME_tensor_scale       float32 of shape (), for NVFP4 only NAME_format_FORMAT      like
+        NAME; identifies the format
 
-Under FSDP2 and tensor parallelism they are DTensors with the parameter's mesh and placements, which share its memory: torch's
-checkpoints (DCP) save them, reshard them, and load into the weights themselves. What can't be cut as the weight is cut
-(`sharding.parts`: blocks that straddle ranks) is a replicated whole, gathered here and copied into place by `load_state_dict`.
+Under FSDP2 and tensor parallelism the parts are DTensors with the parameter's mesh and placements that share its memory, so
+torch's DCP saves, reshards and loads them in place. Parts that can't be sharded like the weight (`sharding.parts`: blocks cross
+ranks) are gathered into replicated tensors, and `load_state_dict` copies them back.
 
-The format is in a key so that it is known before anything is read: DCP itself refuses, while it plans, to load a checkpoint
-that lacks the key. No class of blockfp's is pickled, so `torch.load(weights_only=True)` reads all of it.
+The format is in a key so that it is known before data is read: DCP's planner rejects a checkpoint without the key. No class of
+blockfp's is pickled, so `torch.load(weights_only=True)` works.
 """
 
 from __future__ import annotations
@@ -41,10 +39,7 @@ from .requantize import note_written
 
 
 def stored(param: Tensor) -> dict[str, Tensor]:
-    """The parts of a quantized parameter by the suffix of their names in a state dict; see the head of this module.
-
-    Collective where a part is to be whole.
-    """
+    """Returns a quantized parameter's parts by name suffix, as described above; collective if a part must be gathered."""
     q = _quantized(param)
     if q.geometry.copied is not None:
         raise RuntimeError(COPIED)
@@ -58,7 +53,7 @@ def stored(param: Tensor) -> dict[str, Tensor]:
 
 
 def stored_names(name: str, param: Tensor) -> list[str]:
-    """The names of `stored` in a state dict, for a parameter of this name; none where it isn't quantized."""
+    """Returns the state dict names of a quantized parameter's parts; [] if it isn't quantized."""
     if not isinstance(sharding.local_of(param), QuantizedTensor):
         return []
     suffixes = [SUFFIXES[part.name] for part in stored_parts(param)]
@@ -66,10 +61,10 @@ def stored_names(name: str, param: Tensor) -> list[str]:
 
 
 def empty_entry(q: QuantizedTensor, shape: Sequence[int]) -> Tensor:
-    """The empty tensor under a parameter's own name, or under that of its format.
+    """Returns the empty tensor stored under a parameter's own name or its format's.
 
-    Its storage is of no bytes too, but has an address of its own: savers that look for tied tensors (accelerate's, without
-    FSDP) take all that have none for one, and keep the first alone.
+    Its empty storage has a unique address: savers that look for tied tensors (accelerate's, without FSDP) treat all tensors
+    without an address as one and keep only the first.
     """
     entry = torch.empty(no_values(shape), dtype=q.dtype, device=q.device)
     place = torch.empty(1, dtype=torch.uint8, device=q.device)
@@ -88,16 +83,16 @@ def _shown(param: Tensor, q: QuantizedTensor, part: Part) -> Tensor:
 
 
 def gathered(param: Tensor, q: QuantizedTensor, part: Part) -> Tensor:
-    """Gathers the whole of a part on every rank; collective over the mesh axes that cut the parameter."""
+    """Returns a whole part on every rank; collective over the mesh axes that shard the parameter."""
     own = _own(q, part)
     if part.unit is None:
-        # torch's copies for asynchronous saves leave DTensors of shape () out: this one mustn't change while it is written.
+        # torch's asynchronous saves don't copy DTensors of shape (), and this one must not change while it is written.
         return own.clone() if own.ndim == 0 else own
     if own.is_meta:
         return own.new_empty(part.shape)
     lies, region = sharding.sharding_of(param), sharding.region_of(param)
     if part.name == "scales":
-        # Ranks that share a block have the same scale, and scales have no sign: the largest is the one that is there.
+        # Ranks that share a block have equal scales, and scales are not negative, so the maximum with zeros restores them.
         bits = own.new_zeros(part.shape).view(_integer(own.dtype))
         bits[part.span(region)] = own.view(bits.dtype)
         return reduced(param, lies, bits, "max").view(own.dtype)
@@ -124,7 +119,7 @@ def _quantized(param: Tensor) -> QuantizedTensor:
 
 
 def stored_parts(param: Tensor) -> tuple[Part, ...]:
-    """The parts of a quantized parameter, as they lie on its mesh."""
+    """Returns the parts of a quantized parameter on its mesh."""
     return parts.parts(_quantized(param).format, sharding.sharding_of(param))
 
 
@@ -135,17 +130,16 @@ REMEDY = "load_checkpoint(.., requantize=True) converts; load_high_precision_(pa
 
 
 def format_of(key: str, names: Mapping[str, Any]) -> Format | None:
-    """The format of a weight of this name among the names of a state dict or checkpoint; None where it isn't quantized.
+    """Returns the format of a weight from the names in a state dict or checkpoint; None if it isn't quantized.
 
-    Raises:
-        ValueError: the format is none that this blockfp knows.
+    Raises ValueError for an unknown format.
     """
     found = [name for name in names if name.startswith(key + FORMAT)]
     return Format.parse(found[0].removeprefix(key + FORMAT)) if found else None
 
 
 def check_format(param: Tensor, key: str, state_dict: Mapping[str, Any]) -> None:
-    """Raises ValueError where the codes in a state dict are not in a parameter's format."""
+    """Raises ValueError if a state dict has codes in another format than the parameter's."""
     ours, theirs = _quantized(param).format, format_of(key, state_dict)
     if theirs is None and key + SUFFIXES["codes"] in state_dict:
         raise ValueError(
@@ -156,11 +150,7 @@ def check_format(param: Tensor, key: str, state_dict: Mapping[str, Any]) -> None
 
 
 def take_parts(param: Tensor, key: str, state_dict: MutableMapping[str, Any]) -> dict[str, Tensor]:
-    """Takes the parts of a parameter out of a state dict, by the suffix of their names.
-
-    Raises:
-        ValueError: one is missing; nothing is taken out then.
-    """
+    """Removes a parameter's parts from a state dict and returns them by suffix; raises ValueError if one is missing."""
     suffixes = [*(SUFFIXES[part.name] for part in stored_parts(param)), f"{FORMAT}{_quantized(param).format}"]
     missing = [key + suffix for suffix in suffixes if key + suffix not in state_dict]
     if missing:
@@ -171,15 +161,10 @@ def take_parts(param: Tensor, key: str, state_dict: MutableMapping[str, Any]) ->
 
 @torch.no_grad()
 def load_parts_(param: Tensor, values: Mapping[str, Tensor], key: str) -> None:
-    """Writes the parts of `stored` into a quantized parameter, in place; nothing is written unless all fit.
+    """Writes the parts of `stored` into a quantized parameter in place, after checking all of them.
 
-    Args:
-        param: a `QuantizedTensor`, or a DTensor of one.
-        values: by suffix; DTensors that lie as `stored` lays them, or otherwise, or whole tensors.
-        key: the parameter's name, for errors.
-
-    Raises:
-        ValueError: a part is of another shape or dtype; the parameter is on the meta device, or is FSDP's gathered copy.
+    Values may be whole tensors or DTensors with any placements. Raises ValueError if a part's shape or dtype differs, or the
+    parameter is on the meta device or FSDP's gathered copy.
     """
     q = _quantized(param)
     if q.is_meta:
@@ -196,7 +181,7 @@ def load_parts_(param: Tensor, values: Mapping[str, Tensor], key: str) -> None:
 
 
 def _part_of(param: Tensor, q: QuantizedTensor, part: Part, value: Tensor, key: str) -> Tensor:
-    """This rank's piece of a part."""
+    """Returns this rank's shard of a part."""
     own = _own(q, part)
     region = sharding.region_of(param)
     if value.dtype != own.dtype:
@@ -215,7 +200,7 @@ def _part_of(param: Tensor, q: QuantizedTensor, part: Part, value: Tensor, key: 
 
 
 def cut(format: Format, part: Part, whole: Tensor, region: Region) -> Tensor:
-    """The piece of a whole part that belongs to a region."""
+    """Returns the piece of a whole part that belongs to a region."""
     width = format.element.bits
     if part.name == "codes" and width < 8:
         codes = layout.unpack(whole[region.slices[:-1]], width, whole.shape[-1] * 8 // width)
@@ -223,23 +208,22 @@ def cut(format: Format, part: Part, whole: Tensor, region: Region) -> Tensor:
     return whole[part.span(region)]
 
 
-# ---- what stands under a weight's own name
+# ---- the entry under a weight's own name
 
 
 COMPUTES = {
     *("add", "sub", "rsub", "mul", "div", "lerp", "addcmul", "addcdiv", "sum", "mean", "stack"),
-    # As they come in inference mode.
+    # Names in inference mode.
     *("subtract", "multiply", "divide", "true_divide"),
 }
-"""The operations that averages are made of."""
+"""Operations that averages consist of."""
 
 
 class EmptyEntry(Tensor):
-    """An empty tensor that takes part in copies, casts and files, and in no arithmetic, nor does a DTensor of it.
+    """An empty tensor that supports copies, casts and files, but no arithmetic; neither does a DTensor of it.
 
-    Averages over state dicts (timm's ModelEmaV3, Ultralytics' ModelEMA, ..) go through all that a state dict holds. An average
-    without elements is easily made, and they would go on to the codes beside it as if these were numbers: some mix them, some
-    leave them at those of the first step. Files hold a plain tensor.
+    Averages over state dicts (timm's ModelEmaV3, Ultralytics' ModelEMA) process every entry. An average of empty tensors would
+    succeed, and they would go on to average or skip the codes as if these were values. In files it is a plain tensor.
     """
 
     @classmethod
@@ -255,11 +239,11 @@ class EmptyEntry(Tensor):
                 "blockfp.torch.high_precision_state_dict(model) gives"
             )
         result = super().__torch_dispatch__(func, types, args, kwargs or {})  # pyright: ignore
-        # A parameter that it is copied into stays what it is, and so does a shape. `as_subclass` takes an alias.
+        # Results copied into a parameter and shapes stay plain. `as_subclass` needs a plain alias.
         kept = type(result) is Tensor and result.shape[:1] == (0,) and func is not torch.ops.aten.alias.default
         return result.as_subclass(EmptyEntry) if kept else result
 
-    # Which torch refuses of all classes that have a `__torch_dispatch__`.
+    # torch rejects these for all classes with `__torch_dispatch__`.
     def numpy(self, *, force: bool = False) -> Any:
         return self.as_subclass(Tensor).numpy(force=force)
 
