@@ -16,7 +16,7 @@ all groups; then the host waits for the ends, and a warning says so, once.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -33,6 +33,7 @@ from blockfp.kernels.once import once
 from blockfp.recipes import HIGH_PRECISION, Cast
 
 from . import cuda, cuda_groups
+from .coded_rows import Codes
 from .grouped_products import (
     columns_come_aligned,
     multiply_columns,
@@ -47,6 +48,10 @@ from .linear_ops import recipe_of
 from .operand_ops import Directions, quantize_operand
 from .products import Matrix, multiply_parts
 from .quantize_plans import NEITHER, Aligned, part_count
+
+Rows = Tensor | Codes
+Note = Callable[[Tensor, Directions, Cast, Cast], None]
+_NOTHING = Matrix([], None)
 
 forward = define(
     "grouped_forward(Tensor x, Tensor weight, Tensor? scales, Tensor? tensor_scale, Tensor offs, Tensor? bias, "
@@ -102,33 +107,51 @@ def _warn(reason: str) -> None:
 
 
 @impl(forward)
-def forward_now(x, weight, scales, tensor_scale, offs, bias, multiplier, casts, keep) -> list[Tensor]:
-    """Does what the op `forward` does, outside of a graph."""
-    recipe = recipe_of(casts)
-    row, column = recipe.input, recipe.input_columnwise if keep else HIGH_PRECISION
+def forward_now(
+    x: Any,
+    weight: Tensor,
+    scales: Tensor | None,
+    tensor_scale: Tensor | None,
+    offs: Tensor,
+    bias: Tensor | None,
+    multiplier: Tensor | None,
+    casts: str,
+    keep: bool,
+    *,
+    ends: Sequence[int] | None = None,
+    note: Note | None = None,
+) -> list[Tensor]:
+    """Does what the op `forward` does, outside of a graph; of rows that come as codes nothing is kept.
+
+    Args:
+        x: values, or `Codes`; the others are the op's.
+        ends: `offs`, if the host knows them.
+        note: is given each group's rows and its operands, which are quantized one after another then.
+    """
+    recipe, coded = recipe_of(casts), isinstance(x, Codes)
+    row, again = recipe.input, recipe.input_columnwise if keep else HIGH_PRECISION
+    column = HIGH_PRECISION if coded else again
     w, fast = _weight(weight, scales, tensor_scale, recipe.weight.format), "forward" in recipe.fast_accum
-    (tokens, k), n, count = x.shape, weight.shape[-2], offs.shape[0]
-    reason = why_apart(x, n, row.format, w.format, exact=recipe.exact_products, transposed=False)
-    reason = reason or _why_columns(column)
-    if _on_device(x, reason):
-        words, exact = cuda_groups.group_rows(offs, tokens), recipe.exact_products
-        aligned = (rows_come_aligned(x.device, row.format, w.format, exact, False), False)
-        found = quantized_at_once(x, words, count, row, column, multiplier, None, recipe.eps, aligned)
-        y = multiply_rows(_rows(x, found.row, row, aligned[0]), w, words, count, n, k, bias, x.dtype, exact)
-        return [y, words, *(found.column or []), *_present(found.amaxes)]
-    ends = offs.tolist()
-    if x.is_cpu and any(end < before for before, end in pairwise([0, *ends, tokens])):
+    (tokens, k), n, count, eps, exact = x.shape, weight.shape[-2], offs.shape[0], recipe.eps, recipe.exact_products
+    like = x.parts[0] if coded else x
+    reason = why_apart(x, n, row.format, w.format, exact=exact, transposed=False) or _why_columns(again)
+    if note is None and _on_device(like, reason):
+        words = cuda_groups.group_rows(offs, tokens)
+        aligned = (not coded and rows_come_aligned(x.device, row.format, w.format, exact, False), False)
+        rows, columns, amaxes = _operands_at_once(x, words, count, row, column, multiplier, None, eps, aligned)
+        y = multiply_rows(rows, w, words, count, n, k, bias, x.dtype, exact)
+        return [y, words, *([] if column.format is None else columns.parts), *_present(amaxes)]
+    ends = offs.tolist() if ends is None else ends
+    if like.is_cpu and any(end < before for before, end in pairwise([0, *ends, tokens])):
         raise ValueError(f"offs must ascend to at most the {tokens} rows of x, got {ends}")
-    y, each, amaxes = x.new_zeros((tokens, n)), [], []
+    y, each, amaxes = like.new_zeros((tokens, n), dtype=x.dtype), [], []
     for number, group in enumerate(groups.groups_of(ends, tokens)):
-        rows = x[group.begin : group.end]
-        found = _quantized(rows, row, column, multiplier, None, recipe.eps)
+        rows, columns, amax = _operands(x, group.begin, group.end, row, column, multiplier, None, eps, note)
         own = None if bias is None else bias[number]
-        options = (n, k, own, x.dtype, fast, number, recipe.exact_products)
-        y[group.begin : group.end] = multiply_parts(_rows(rows, found.row, row), w, *options)
-        each.append(found.column)
-        amaxes += _present(found.amax)
-    kept = [] if column.format is None else _laid_out(each, x, ends, column.format, recipe.eps)
+        y[group.begin : group.end] = multiply_parts(rows, w, n, k, own, x.dtype, fast, number, exact)
+        each.append(columns.parts)
+        amaxes += _present(amax)
+    kept = [] if column.format is None else _laid_out(each, x, ends, column.format, eps)
     return [y, _words(offs, ends, tokens), *kept, *_stacked(amaxes, multiplier, offs)]
 
 
@@ -198,15 +221,32 @@ def forward_apart(
 
 @impl(backward)
 def backward_now(
-    gradient, words, x, weight, scales, tensor_scale, multiplier, keys, casts, count, k, needs_x, weight_dtype, bias_dtype
+    gradient: Any,
+    words: Tensor,
+    x: Any,
+    weight: Tensor,
+    scales: Tensor | None,
+    tensor_scale: Tensor | None,
+    multiplier: Tensor | None,
+    keys: Tensor | None,
+    casts: str,
+    count: int,
+    k: int,
+    needs_x: bool,
+    weight_dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None,
+    *,
+    ends: Sequence[int] | None = None,
+    note: Note | None = None,
 ) -> list[Tensor]:
-    """Does what the op `backward` does, outside of a graph."""
-    recipe, (tokens, n), dtype = recipe_of(casts), gradient.shape, gradient.dtype
+    """Does what the op `backward` does, outside of a graph. Gradient and x may be `Codes`; see `forward_now`."""
+    recipe, (tokens, n), dtype, coded = recipe_of(casts), gradient.shape, gradient.dtype, isinstance(gradient, Codes)
     row = recipe.gradient if needs_x else HIGH_PRECISION
     column = HIGH_PRECISION if weight_dtype is None else recipe.gradient_columnwise
-    kept_as, again = recipe.input_columnwise.format, recipe.weight_columnwise.format
+    kept_as, again, eps = recipe.input_columnwise, recipe.weight_columnwise.format, recipe.eps
     fast = {product: product in recipe.fast_accum for product in ("dgrad", "wgrad")}
     exact, w, reason = recipe.exact_products, Matrix([], None), None
+    like = gradient.parts[0] if coded else gradient
     if needs_x:
         if scales is None and recipe.weight.format is not None:
             # The forward's codes of it were not kept beside it.
@@ -214,47 +254,52 @@ def backward_now(
         w = _weight(weight, scales, tensor_scale, recipe.weight.format)._replace(transposed=True)
         reason = why_apart(gradient, k, row.format, w.format, exact=exact, transposed=True, again=again)
     if reason is None and weight_dtype is not None:
-        reason = why_columns_apart(gradient, column.format, kept_as, k, weight_dtype, exact=exact) or _why_rotated(column)
-    if _on_device(gradient, reason):
+        reason = why_columns_apart(gradient, column.format, kept_as.format, k, weight_dtype, exact=exact)
+        reason = reason or _why_rotated(column) or (_why_columns(kept_as) if isinstance(x, Codes) else None)
+    if note is None and _on_device(like, reason):
         results = []
         aligned = (
-            needs_x and rows_come_aligned(gradient.device, row.format, w.format, exact, True),
-            columns_come_aligned(gradient.device, column.format, kept_as, exact),
+            not coded and needs_x and rows_come_aligned(gradient.device, row.format, w.format, exact, True),
+            not coded and columns_come_aligned(gradient.device, column.format, kept_as.format, exact),
         )
-        found = quantized_at_once(gradient, words, count, row, column, multiplier, keys, recipe.eps, aligned)
+        wanted = None if weight_dtype is None else column
+        rows, columns, amaxes = _operands_at_once(gradient, words, count, row, wanted, multiplier, keys, eps, aligned)
         if needs_x:
-            a = _rows(gradient, found.row, row, aligned[0])
-            results.append(multiply_rows(a, w, words, count, k, n, None, dtype, exact))
+            results.append(multiply_rows(rows, w, words, count, k, n, None, dtype, exact))
         if weight_dtype is not None:
-            a, b = _rows(gradient, found.column, column, aligned[1]), Matrix(x, kept_as)
-            results.append(multiply_columns(a, b, words, count, n, k, weight_dtype, exact))
+            coded_x = isinstance(x, Codes)
+            b = x.columns_at_once(kept_as, words, count, eps, None) if coded_x else Matrix(x, kept_as.format)
+            results.append(multiply_columns(columns, b, words, count, n, k, weight_dtype, exact))
         if bias_dtype is not None:
-            results.append(cuda_groups.sum_groups(gradient, words, count).to(bias_dtype))
-        return [*results, *_present(found.amaxes)]
-    ends = words[:count].tolist()
-    inputs = group_operands(x, kept_as, ends, tokens, k)
-    d_x = gradient.new_zeros((tokens, k)) if needs_x else None
-    d_weight = None if weight_dtype is None else gradient.new_empty((count, n, k), dtype=weight_dtype)
-    d_bias = None if bias_dtype is None else gradient.new_empty((count, n), dtype=bias_dtype)
+            values = gradient.values(dtype) if coded else gradient
+            results.append(cuda_groups.sum_groups(values, words, count).to(bias_dtype))
+        return [*results, *_present(amaxes)]
+    ends = words[:count].tolist() if ends is None else ends
+    inputs = [] if isinstance(x, Codes) else group_operands(x, kept_as.format, ends, tokens, k)
+    d_x = like.new_zeros((tokens, k), dtype=dtype) if needs_x else None
+    d_weight = None if weight_dtype is None else like.new_empty((count, n, k), dtype=weight_dtype)
+    d_bias = None if bias_dtype is None else like.new_empty((count, n), dtype=bias_dtype)
     amaxes = []
     for number, group in enumerate(groups.groups_of(ends, tokens)):
-        rows = gradient[group.begin : group.end]
-        found = _quantized(rows, row, column, multiplier, None if keys is None else keys[number], recipe.eps)
-        amaxes += _present(found.amax)
+        first, last = group.begin, group.end
+        key = None if keys is None else keys[number]
+        wanted = None if weight_dtype is None else column
+        rows, columns, amax = _operands(gradient, first, last, row, wanted, multiplier, key, eps, note)
+        amaxes += _present(amax)
         if d_weight is not None:
-            a = Matrix([rows.mT], None) if column.format is None else Matrix(found.column, column.format)
-            options = (k, group.rows, None, d_weight.dtype, fast["wgrad"], None, recipe.exact_products)
-            d_weight[number] = multiply_parts(a, inputs[number], *options)
+            b = x.between(first, last).columnwise(kept_as, eps, None) if isinstance(x, Codes) else inputs[number]
+            d_weight[number] = multiply_parts(columns, b, k, group.rows, None, d_weight.dtype, fast["wgrad"], None, exact)
         if d_x is not None:
             one, index = w, number
             if w.format is None and again is not None:
                 # A weight whose rowwise operand is in high precision has no codes yet.
                 one, index = Matrix(quantize_operand(weight[number], None, again, eps=0.0).column, again), None
-            a = _rows(rows, found.row, row)
-            options = (k, n, None, dtype, fast["dgrad"], index, recipe.exact_products)
-            d_x[group.begin : group.end] = multiply_parts(a, one, *options)
+            d_x[first:last] = multiply_parts(rows, one, k, n, None, dtype, fast["dgrad"], index, exact)
         if d_bias is not None:
-            d_bias[number] = rows.sum(0).to(bias_dtype)
+            values = (
+                gradient.between(first, last).values(torch.float32) if isinstance(gradient, Codes) else gradient[first:last]
+            )
+            d_bias[number] = values.sum(0).to(bias_dtype)
     return [*_present(d_x), *_present(d_weight), *_present(d_bias), *_stacked(amaxes, multiplier, words)]
 
 
@@ -316,12 +361,53 @@ def quantized_at_once(
     )
 
 
-def _rows(x: Tensor, parts: list[Tensor] | None, cast: Cast, aligned: bool = False) -> Matrix:
-    """An operand by its parts, or by its values where the cast has no format."""
-    return Matrix([x], None) if cast.format is None else Matrix(parts or [], cast.format, aligned=aligned)
+def _operands_at_once(
+    x: Rows,
+    words: Tensor,
+    count: int,
+    row: Cast,
+    column: Cast | None,
+    multiplier: Tensor | None,
+    keys: Tensor | None,
+    eps: float,
+    aligned: Aligned,
+) -> tuple[Matrix, Matrix, Tensor | None]:
+    """Returns all groups' operands rowwise and columnwise, and their amaxes or None; a column of None is not wanted."""
+    if isinstance(x, Codes):
+        columns = _NOTHING if column is None else x.columns_at_once(column, words, count, eps, keys)
+        return x.rows_at_once(count), columns, None
+    column = column or HIGH_PRECISION
+    found = quantized_at_once(x, words, count, row, column, multiplier, keys, eps, aligned)
+    rows, columns = Matrix(found.row or [x], row.format), Matrix(found.column or [x], column.format)
+    return rows._replace(aligned=aligned[0]), columns._replace(aligned=aligned[1]), found.amaxes
 
 
 # ---- one group after another
+
+
+def _operands(
+    x: Rows,
+    first: int,
+    last: int,
+    row: Cast,
+    column: Cast | None,
+    multiplier: Tensor | None,
+    keys: Tensor | None,
+    eps: float,
+    note: Note | None,
+) -> tuple[Matrix, Matrix, Tensor | None]:
+    """Returns one group's operands rowwise and columnwise, and its amax or None; a column of None is not wanted."""
+    if isinstance(x, Codes):
+        codes = x.between(first, last)
+        column_key = keys[1] if keys is not None and column is not None and column.stochastic else None
+        columns = _NOTHING if column is None else codes.columnwise(column, eps, column_key)
+        return Matrix(codes.parts, codes.format), columns, None
+    rows, column = x[first:last], column or HIGH_PRECISION
+    found = _quantized(rows, row, column, multiplier, keys, eps)
+    if note is not None:
+        note(rows, found, row, column)
+    by_row = Matrix([rows], None) if row.format is None else Matrix(found.row, row.format)
+    return by_row, Matrix([rows.mT], None) if column.format is None else Matrix(found.column, column.format), found.amax
 
 
 def _quantized(rows: Tensor, row: Cast, column: Cast, multiplier: Tensor | None, keys: Tensor | None, eps: float) -> Directions:

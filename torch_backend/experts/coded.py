@@ -1,4 +1,4 @@
-"""Rows as codes, quantized once as parts of one tensor of all ranks, and their columnwise form (`definition.recoding`)."""
+"""Rows as codes, quantized once as parts of one tensor of all ranks."""
 
 from __future__ import annotations
 
@@ -7,17 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from blockfp.definition.recoding import keeps_codes, value_dtype
-from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
 from blockfp.recipes import Cast
 
 from ..custom_ops import part_ops
 from ..custom_ops.collectives import max_reduce
-from ..custom_ops.dequantize_plans import dequantize_parts
-from ..custom_ops.dtypes import name_of
 from ..custom_ops.operand_ops import quantize_operand
-from ..custom_ops.products import Matrix
 from ..quantized_tensor.tensor import QuantizedTensor
 
 
@@ -44,38 +39,6 @@ def quantize_rows(x: Tensor, cast: Cast, eps: float, groups: Sequence[str], key:
     else:
         tensor = max_reduce(tensor.view(1), groups).view(())
     return part_ops.quantize_part(x, [blocks, nan, tensor], key, format.name, False, False, [0, 0], list(x.shape), eps)
-
-
-def rows_of(parts: Sequence[Tensor], format: Format, first: int, last: int) -> list[Tensor]:
-    """Returns the parts of some rows of a matrix in blocks of one row."""
-    codes, scales, *tensor_scale = parts
-    return [codes[first:last], scales if format.per_tensor else scales[first:last], *tensor_scale]
-
-
-def columnwise(
-    parts: Sequence[Tensor], format: Format, cast: Cast, columns: int, dtype: torch.dtype, eps: float, key: Tensor | None = None
-) -> Matrix:
-    """Returns the matrix transposed, [columns, rows], as an operand that contracts the rows.
-
-    Args:
-        parts, format: its rows as codes.
-        cast: the columnwise cast; without a format the values are taken.
-        columns: how many there are.
-        dtype: the nominal one, and that of the values then.
-        eps, key: as for `quantize_rows`.
-    """
-    if cast.format is None:
-        return Matrix([dequantize_parts(parts, format, dtype, columns).mT], None)
-    if keeps_codes(format, cast.format, cast.rotate):
-        return Matrix(part_ops.turned(parts[0], parts[1], format.name, columns), format)
-    values = values_of(parts, format, columns, dtype)
-    found = quantize_operand(values, None, cast.format, column_key=key, rotate=cast.rotate, eps=eps_for(cast.format, eps))
-    return Matrix(found.column, cast.format)
-
-
-def values_of(parts: Sequence[Tensor], format: Format, columns: int, dtype: torch.dtype) -> Tensor:
-    """Returns the values from which the columnwise form is quantized, of codes with this nominal dtype."""
-    return dequantize_parts(parts, format, getattr(torch, value_dtype(name_of(dtype))), columns)
 
 
 def joined(parts: Sequence[Tensor], format: Format) -> Tensor:

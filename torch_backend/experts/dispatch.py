@@ -31,7 +31,7 @@ from ..quantized_tensor.quantize import key_tensor
 from ..quantized_tensor.sharding import mesh_of
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from .coded import joined, parted, quantize_rows, tensor_of
-from .product import Call, multiply_groups, takes_codes
+from .product import multiply_groups, takes_codes
 from .route import Group, Route, route
 
 if TYPE_CHECKING:
@@ -97,8 +97,8 @@ class Received:
         if x.shape[0] != self.tokens.shape[0]:
             raise ValueError(f"x must have a row for each of the {self.tokens.shape[0]} tokens that came, got {tuple(x.shape)}")
         way = self.route
-        call = Call(self.recipe, self.offs, way.counts, way.first, way.experts, parallel)
-        return multiply_groups(x, weight, bias, state, call)
+        options = {"counts": way.counts, "experts": (way.first, way.experts), "parallel": parallel}
+        return multiply_groups(x, weight, bias, state, self.recipe, self.offs, **options)
 
 
 # Collectives take sizes from the host, so a compiler leaves its graph at each of these.

@@ -94,6 +94,7 @@ class Call:
         has_scales: whether delayed scales are known to be above 0.
         layer: how operands are cast and multiplied.
         prologue: the activation before the layer, or None.
+        experts: number of the first group, and of all groups, over all ranks that share them; None if this rank has all.
         eps: the recipe's. Separate, since with `dynamic=True` compilers may treat an object's number as symbolic.
     """
 
@@ -114,6 +115,7 @@ class Call:
     eps: float
     layer: type[Layer]
     prologue: Gating | None = None
+    experts: tuple[int, int] | None = None
 
 
 def groups_of(x: Tensor, counts: Sequence[int] | None) -> list[tuple[int | None, Tensor]]:
@@ -138,15 +140,14 @@ def keys_of_gradient(ctx: Any, gradient: Tensor, *, now: bool = False, single: b
         keys, without_groups = drawn
         return keys if without_groups == single else keys[0] if single else keys[None]
     groups, own = len(ctx.counts) if call.grouped else None, None
-    if groups is not None and call.parallel is not None and call.parallel.style == "experts":
-        # Experts are numbered over all ranks.
-        own = slice(call.parallel.first, call.parallel.first + groups)
-        groups = call.parallel.features
+    if groups is not None and call.experts is not None:
+        first, total = call.experts
+        groups, own = total, slice(first, first + groups)
     if call.rank is None:
         keys = gradient_keys(ctx.key, groups=groups, now=now, single=single)
     else:
         known = {"groups": groups, "now": now, "single": single}
-        keys = gradient_keys(ctx.key, step=ctx.step, folds=(call.rank,), advance=True, **known)
+        keys = gradient_keys(ctx.key, step=ctx.step, folds=(call.rank,), advance=ctx.step is not None, **known)
     keys = keys if own is None else keys[own]
     if not call.traced:
         ctx.drawn = keys, single

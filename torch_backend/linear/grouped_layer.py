@@ -12,6 +12,7 @@ their own; experts that several ranks share are a `parallel_layer`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +24,14 @@ from blockfp.definition.bits import INFINITY
 from blockfp.recipes import HIGH_PRECISION
 
 from ..custom_ops import grouped_ops
+from ..custom_ops.coded_rows import Codes
 from ..custom_ops.library import runs_now
 from ..quantized_tensor.own_ops import experts_parts
+from ..quantized_tensor.tensor import QuantizedTensor
 from ..torch_internals import dispatch_modes
 from .call import Call, Layer, Made, keys_of_gradient
 from .delayed import multiplier, record
+from .observe import observe_operand
 from .operands import apart
 from .weight_operands import weight_operand
 
@@ -54,29 +58,35 @@ class GroupedLayer(Layer):
         weight: Tensor,
         bias: Tensor | None,
         call: Call,
-        extra: Tensor,
+        extra: Tensor | tuple[Tensor, Sequence[int]],
         scale: Tensor | None,
         history: Tensor | None,
     ) -> Made:
-        recipe, offs = call.recipe, extra
+        recipe = call.recipe
+        offs, ends = extra if isinstance(extra, tuple) else (extra, None)
         columnwise = recipe.input_columnwise if call.needs[1] else HIGH_PRECISION
         w = weight_operand(weight, call.stored, recipe.weight, call.parallel)
         given = scale if recipe.input.format is not None or columnwise.format is not None else None
         if given is not None and not call.has_scales:
             given = multiplier(x, scale, call, "input", offs=offs, group=_group_of(call))
-        now = call.direct and not dispatch_modes()
-        arguments: Any = (x, *_taken_apart(w.parts, call, now), offs, bias, given, recipe.text, call.needs[1])
+        coded = isinstance(x, QuantizedTensor)
+        now = coded or ctx.observed is not None or (call.direct and not dispatch_modes())
+        arguments: Any = (*_taken_apart(w.parts, call, now), offs, bias, given, recipe.text, call.needs[1])
         if now:
-            y, words, *kept = grouped_ops.forward_now(*arguments)
+            note = _note(ctx.observed, "input")
+            y, words, *kept = grouped_ops.forward_now(_codes(x) if coded else x, *arguments, ends=ends, note=note)
         elif call.traced:
-            y, words, *kept = grouped_ops.forward_apart(*arguments, again=apart(x))
+            y, words, *kept = grouped_ops.forward_apart(x, *arguments, again=apart(x))
         else:
-            y, words, *kept = grouped_ops.forward(*arguments)
+            y, words, *kept = grouped_ops.forward(x, *arguments)
         if given is not None:
             if history is not None:
                 record_groups(history, kept[-1])
             kept = kept[:-1]
-        if call.needs[1] and columnwise.format is None:
+        ctx.ends, ctx.coded = ends, None
+        if coded:
+            ctx.coded, kept = (x.format, x.shape[1], x.dtype), list(x.parts) if call.needs[1] else []
+        elif call.needs[1] and columnwise.format is None:
             kept = [x]
         # Codes that ranks made together are kept; one rank makes them again of the weight.
         alone = call.parallel is None
@@ -94,6 +104,7 @@ class GroupedLayer(Layer):
         call: Call = ctx.call
         recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs
         words, *kept = kept
+        coded = isinstance(gradient, QuantizedTensor)
         rowwise = recipe.gradient if needs_x else HIGH_PRECISION
         columnwise = recipe.gradient_columnwise if needs_weight else HIGH_PRECISION
         keyed = rowwise.stochastic or columnwise.stochastic
@@ -101,11 +112,12 @@ class GroupedLayer(Layer):
         if given is not None and not call.has_scales:
             offs = words[: ctx.shape[0]]
             given = multiplier(gradient, ctx.scale, call, "gradient", offs=offs, group=_group_of(call))
-        now = call.direct and runs_now(gradient)
+        now = coded or ctx.coded is not None or ctx.observed is not None or (call.direct and runs_now(gradient))
+        known = {"ends": ctx.ends, "note": _note(ctx.observed, "gradient")} if now else {}
         found = (grouped_ops.backward_now if now else grouped_ops.backward)(
-            gradient,
+            _codes(gradient) if coded else gradient,
             words,
-            kept,
+            kept if ctx.coded is None else Codes(kept, *ctx.coded),
             *_taken_apart(parts, call, now),
             given,
             keys_of_gradient(ctx, gradient, now=now) if keyed else None,
@@ -115,6 +127,7 @@ class GroupedLayer(Layer):
             needs_x,
             ctx.dtype if needs_weight else None,
             ctx.bias_dtype if needs_bias else None,
+            **known,
         )
         if given is not None:
             if ctx.history is not None:
@@ -139,6 +152,15 @@ class GroupedLayer(Layer):
             **(vars(ctx) | {"kept": len(kept), "counts": [end - begin for begin, end in pairwise([0, *ends])]}),
             saved_tensors=[*kept, *saved[ctx.kept - 1 :]],
         )
+
+
+def _codes(x: QuantizedTensor) -> Codes:
+    return Codes(x.parts, x.format, x.shape[1], x.dtype)
+
+
+def _note(observed: Tensor | None, operand: str) -> Any:
+    """Returns the function that measures each group's operands, or None."""
+    return None if observed is None else partial(observe_operand, observed, operand)
 
 
 def _taken_apart(parts: Sequence[Tensor], call: Call, now: bool) -> Sequence[Tensor | None]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..custom_ops.activations import activate, gate_and_up
+from ..quantized_tensor.tensor import QuantizedTensor
 from ..torch_internals import apply_of
 from . import prologue
 from .call import Call
@@ -27,9 +28,8 @@ from .second_order import backward_with_graph, plus, taken, without_derivative
 
 NO_STATE = (None,) * 7
 
-_NOT_TWICE = (
-    "a tensor-parallel layer has no gradient of its gradient: take it of a layer that is not cut, or leave out create_graph"
-)
+_CUT = "a tensor-parallel layer has no gradient of its gradient: take it of a layer that is not cut, or leave out create_graph"
+_CODED = "a product of rows that came as codes has no gradient of its gradient: leave out create_graph"
 
 
 class LayerFunction(torch.autograd.Function):
@@ -54,6 +54,7 @@ class LayerFunction(torch.autograd.Function):
         # Not saved: another microbatch's backward may write into them before this one's.
         history, scale, ctx.history, ctx.scale, ctx.key, ctx.step, ctx.observed = state
         ctx.call, ctx.axes, ctx.again, ctx.x_aligned, ctx.x_origin, ctx.counts = call, None, False, False, (0, 0), None
+        ctx.coded = None
         y, kept, parts, beside = call.layer.forward(
             ctx, x, up, weight, bias, call, extra, scale, history if call.training else None
         )
@@ -115,8 +116,9 @@ def _with_graph(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     call: Call = ctx.call
     if call.prologue is not None:
         return _through_prologue(ctx, gradient)
-    if call.parallel is not None and call.layer.cuts:
-        return without_derivative(LayerFunction.backward, ctx, gradient, _NOT_TWICE)[:4]
+    reason = _CUT if call.parallel is not None and call.layer.cuts else _CODED if ctx.coded is not None else None
+    if reason is not None or isinstance(gradient, QuantizedTensor):
+        return without_derivative(LayerFunction.backward, ctx, gradient, reason or _CODED)[:4]
     axes = ctx.axes
     gradient = gradient if axes is None else gradient.flatten(0, -2)
     d_x, *others = backward_with_graph(call.layer.group_by_group(ctx, gradient), gradient)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -144,7 +145,7 @@ def apply(
         def run(x: Tensor, weight: Tensor, bias: Tensor | None, *tensors: Tensor | None) -> Tensor:
             own = LinearState(*tensors, rank=kept_state.rank, observed=kept_state.observed)
             call = call_of(x, weight, bias, recipe, own, key, grouped, shared)
-            return _run(x, None, weight, bias, call, state and own, key, counts, offs, transposed)
+            return run_call(x, None, weight, bias, call, state and own, key, counts, offs, transposed)
 
         y = transformed(_rows(x), weight, bias, run, kept_state[:6])
     else:
@@ -155,10 +156,10 @@ def apply(
         if known is None or recipe.delayed is not None:
             casts = None
         if x.ndim > 2 and type(x) is Tensor and call.takes_axes and not dispatch_modes():
-            return _run(x, None, weight, bias, call, state, key, counts, offs, transposed, casts)
+            return run_call(x, None, weight, bias, call, state, key, counts, offs, transposed, casts)
         rows = x if x.ndim == 2 else _rows(x)
         up = up if up is None or up.ndim == 2 else _rows(up)
-        y = _run(rows, up, weight, bias, call, state, key, counts, offs, transposed, casts)
+        y = run_call(rows, up, weight, bias, call, state, key, counts, offs, transposed, casts)
         if traced and parallel is None:
             y = export_ops.outputs(y, rows, weight, bias)
     if x.ndim == 2:
@@ -253,6 +254,7 @@ def call_of(
     grouped: bool,
     parallel: Parallel | None,
     prologue: Gating | None = None,
+    experts: tuple[int, int] | None = None,
 ) -> Call:
     """Checks what `check_tensors` doesn't, and returns the constants of the call."""
     kind, state, traced = x.device.type, state or LinearState(), torch.compiler.is_compiling()
@@ -273,10 +275,12 @@ def call_of(
     training = torch.is_grad_enabled()
     needs_bias = training and bias is not None and bias.requires_grad
     needs = (training and x.requires_grad, training and weight.requires_grad, needs_bias)
-    _check_state(recipe, state, key, any(needs))
+    if experts is None:
+        _check_state(recipe, state, key, any(needs))
     rank = None if key is not None else state.rank
     made = 0 if stored is not None or recipe.weight.format is None else part_count(recipe.weight.format)
-    direct = not traced and is_real(x) and (stored is not None or type(weight) in (Tensor, torch.nn.Parameter))
+    plain = stored is not None or type(weight) in (Tensor, torch.nn.Parameter)
+    direct = not traced and plain and (is_real(x) or type(x) is QuantizedTensor)
     aligns = NEITHER
     if not grouped and parallel is None:
         aligns = (
@@ -287,14 +291,16 @@ def call_of(
     # As `Recipe.of_text` takes it apart, which makes all of a recipe: calls of groups come here each time.
     eps = float(recipe.text.rsplit(",", 3)[1])
     layer = DenseLayer if not grouped and parallel is None else ParallelLayer
-    if grouped and state.observed is None and (parallel is None or parallel.style == "experts"):
-        # Ranks that share each expert find a group's amaxes together, and `observe` measures each group.
+    if parallel is not None and parallel.style == "experts":
+        experts = parallel.first, parallel.features
+    if grouped and (parallel is None or experts is not None) and not (traced and state.observed is not None):
+        # Compiled code measures each group by itself.
         layer = GroupedLayer
-    options = (made, direct, traced, aligns, takes_axes, autocast, state.has_scales, eps, layer, prologue)
+    options = (made, direct, traced, aligns, takes_axes, autocast, state.has_scales, eps, layer, prologue, experts)
     return Call(recipe, stored, grouped, needs, training, rank, parallel, *options)
 
 
-def _run(
+def run_call(
     x: Tensor,
     up: Tensor | None,
     weight: Tensor,
@@ -322,6 +328,8 @@ def _run(
     extra: Any = shared
     if call.layer is GroupedLayer:
         extra = ends_of(counts, x) if offs is None else offs
+        if counts is not None and not call.traced:
+            extra = extra, list(accumulate(counts))
     elif call.layer is ParallelLayer:
         extra = counts_of(offs, x) if counts is None and offs is not None else counts
     function: Any = LayerFunction.apply
