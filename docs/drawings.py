@@ -1,6 +1,6 @@
-"""Draws the pictures of these pages: what is sent from the plans themselves, figures from benchmarks/results.
+"""Draws the figures of the docs: communication from the plans themselves, measurements from benchmarks/results.
 
-python docs/drawings.py [FOLDER]     writes every .svg, into docs/ by default; a test compares what is kept
+python docs/drawings.py [FOLDER]     writes every .svg, by default into docs/; a test compares the files there
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ text{fill:currentColor}
 
 
 class Drawing:
-    """Lines of an SVG file, with text in the colour of the page's."""
+    """Lines of an SVG file, with text in the page's text colour."""
 
     def __init__(self, title: str, width: int, height: int):
         self.lines = [
@@ -46,7 +46,7 @@ class Drawing:
         ]
 
     def box(self, x: float, y: float, width: float, height: float, kind: str = "l") -> None:
-        """Adds a rectangle; `kind` is a class of `STYLE`: l and d are outlines, r0 .. r3 ranks, p a peer, o our own."""
+        """Adds a rectangle; `kind` is a class of `STYLE`: l and d are outlines, r0 .. r3 ranks, p a peer, o blockfp."""
         self.lines.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" class="{kind}"/>')
 
     def text(self, x: float, y: float, words: object, kind: str = "", anchor: str = "start") -> None:
@@ -56,12 +56,12 @@ class Drawing:
         self.lines.append(f'<text x="{x:g}" y="{y:g}"{kind}{anchor}>{escape(str(words))}</text>')
 
     def arrow(self, *points: tuple[float, float]) -> None:
-        """Adds a line through these points with a head at the last."""
+        """Adds a line through the points, with a head at the last."""
         path = "L".join(f"{x:g} {y:g}" for x, y in points)
         self.lines.append(f'<path d="M{path}" class="l" marker-end="url(#a)"/>')
 
     def line(self, points: list[tuple[float, float]], kind: str, dashed: bool = False) -> None:
-        """Adds a line through these points in the colour of a class r0 .. r3."""
+        """Adds a line through the points in the colour of a class r0 .. r3."""
         path = "L".join(f"{x:.4g} {y:.4g}" for x, y in points)
         dashes = ";stroke-dasharray:5 3" if dashed else ""
         self.lines.append(
@@ -73,12 +73,12 @@ class Drawing:
 
 
 def rows_of(start: int, size: int) -> str:
-    """The rows start .. start + size - 1, in words."""
+    """Returns "rows FIRST to LAST"."""
     return f"rows {start} to {start + size - 1}"
 
 
 def gather() -> Drawing:
-    """FSDP2's gather of a weight in 32x32 blocks, whose ranks' cuts fall inside blocks."""
+    """Draws FSDP2's gather of a weight in 32x32 blocks whose shards split blocks."""
     sharding = Sharding((100, 96), Mesh((3,), ("fsdp",)), (Shard(0),))
     plan = gather_weight("mxfp8_e4m3_32x32", sharding, ("fsdp",))
     (step,) = plan.steps
@@ -129,7 +129,7 @@ def gather() -> Drawing:
 
 
 def straddle() -> Drawing:
-    """The reduction of partial amaxes of blocks that a cut divides."""
+    """Draws the reduction of partial amaxes of blocks that shards split."""
     sharding = Sharding((80, 64), Mesh((2,), ("fsdp",)), (Shard(0),))
     (step,) = quantize_shards("mxfp8_e4m3_32x32", sharding).steps
     assert isinstance(step, Quantize)
@@ -166,7 +166,7 @@ def straddle() -> Drawing:
 
 
 def tensor_parallel() -> Drawing:
-    """Blocks of a pair of layers on a mesh of two by two."""
+    """Draws the blocks of a pair of layers on a mesh of two by two."""
     mesh = Mesh((2, 2), ("dp", "tp"))
     format = Format.parse("fp8_e4m3_128x128")
     assert format.block is not None
@@ -193,7 +193,7 @@ def tensor_parallel() -> Drawing:
 
 
 def sequence_parallel() -> Drawing:
-    """The forward of a pair of layers under sequence parallelism: what travels, and as what."""
+    """Draws the forward of a pair of layers under sequence parallelism, with its collectives."""
     mesh = Mesh((2,), ("tp",))
     tokens = Sharding((4096, 4096), mesh, (Shard(0),))
     plan = gather_activation("mxfp8_e4m3", tokens, ("tp",))
@@ -223,7 +223,7 @@ def sequence_parallel() -> Drawing:
 
 
 def layer(recipe: Recipe) -> Drawing:
-    """What a linear layer multiplies: each operand in its format and direction, by product."""
+    """Draws a linear layer's products, with the format and direction of each operand."""
     drawing = Drawing(f"What a linear layer quantizes with the recipe {recipe}", 800, 300)
     drawing.text(20, 24, f"The recipe {recipe}: three products and their operands", "b")
     sums = {"forward": "y = x wᵀ", "dgrad": "dx = g w", "wgrad": "dw = gᵀ x"}
@@ -247,7 +247,7 @@ def layer(recipe: Recipe) -> Drawing:
 
 
 def kernels(result: dict) -> Drawing:
-    """A result of gpu.py: one bar a kernel, as a share of the copy."""
+    """Draws a result of gpu.py: one bar per kernel, as a share of a copy's speed."""
     directions = {"r": "row", "c": "column", "rc": "row + column", "rp": "row + rotated column"}
     rows = [
         row
@@ -276,7 +276,7 @@ def kernels(result: dict) -> Drawing:
 
 
 def step_times(result: dict) -> Drawing:
-    """A result of fsdp2_gpu.py: one bar a contender, in milliseconds a step."""
+    """Draws a result of fsdp2_gpu.py: one bar per contender, in milliseconds per step."""
     names = {
         "bf16": "PyTorch, bf16",
         "torchao_fp8_gather": "torchao, FP8 per tensor, FP8 all-gather",
@@ -302,7 +302,9 @@ def step_times(result: dict) -> Drawing:
 
 
 def scale(result: dict) -> Drawing:
-    """A result of scale.py: for each model what FSDP's gather sends beside bfloat16, and the blocks on several ranks."""
+    """Draws a result of scale.py: per model, FSDP's gathered bytes relative to bfloat16, and the share of blocks that ranks
+    share.
+    """
     kinds = {"fp8_block": "r0", "mxfp8": "r1", "mxfp4": "r2", "nvfp4": "r3"}
     models = list(dict.fromkeys(row["model"] for row in result["rows"]))
     drawing = Drawing("Bytes of FSDP's gather, and blocks that lie on several ranks", 800, 470)
@@ -345,7 +347,7 @@ def _shared(row: dict) -> float:
 
 
 def drawings() -> dict[str, Drawing]:
-    """Every drawing by the name of its file."""
+    """Returns all drawings by file name."""
 
     def result(name: str) -> dict:
         return json.loads((RESULTS / name).read_text())

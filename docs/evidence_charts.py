@@ -13,18 +13,16 @@ KINDS = {
     "nvfp4": ("r0", False),
     "nvfp4_4over6": ("r0", True),
 }
-"""Colour and dashes of each recipe."""
+"""Colour of each recipe, and whether its line is dashed."""
 WINDOW = 3
-"""Losses of training whose mean is drawn: a batch scatters by more than recipes differ."""
+"""Number of training losses that are averaged, since batches scatter more than recipes differ."""
 
 
 def differences(results: dict, losses: str, since: float) -> dict[str, list[tuple[float, float]]]:
-    """(tokens, loss above bf16's of the same seed and batches) of each recipe, the mean over its seeds.
+    """Returns each recipe's (tokens, mean over its seeds of loss minus bf16's loss for the same seed and batches).
 
-    Args:
-        results: of benchmarks/evidence.py.
-        losses: "loss", of training, or "held_out".
-        since: the tokens before are left out: where losses fall steeply, differences are those of the pace.
+    `results` are from benchmarks/evidence.py; `losses` is "loss" (training) or "held_out". Points before `since` tokens are
+    left out: while losses fall steeply, differences show the pace instead.
     """
     bf16 = {run["seed"]: run[losses] for run in results["runs"] if run["recipe"] == "bf16"}
     found: dict[str, list[list[tuple[float, float]]]] = {}
@@ -43,7 +41,7 @@ def differences(results: dict, losses: str, since: float) -> dict[str, list[tupl
 
 
 def sqnr(results: dict, operand: str) -> dict[str, list[tuple[float, float]]]:
-    """(tokens, dB) of an operand in each recipe's first run."""
+    """Returns (tokens, dB) of an operand in each recipe's first run."""
     found: dict[str, list[tuple[float, float]]] = {}
     for run in results["runs"]:
         if run["recipe"] in KINDS and run["recipe"] not in found:
@@ -52,15 +50,7 @@ def sqnr(results: dict, operand: str) -> dict[str, list[tuple[float, float]]]:
 
 
 def panel(drawing: Any, left: float, curves: dict[str, list[tuple[float, float]]], title: str, zero: bool) -> None:
-    """Draws curves into a box of 210 x 200 at (left, 60).
-
-    Args:
-        drawing: a `Drawing`.
-        left: x of the box.
-        curves: points of each recipe.
-        title: the words above.
-        zero: whether 0 is within the scale, with a line.
-    """
+    """Draws curves with a title above into a box of 210 x 200 at (left, 60); `zero` includes 0 in the scale, with a line."""
     values = [y for points in curves.values() for _, y in points] + [0.0] * zero
     low, high = min(values), max(values)
     low, high = low - 0.05 * (high - low), high + 0.05 * (high - low)
@@ -85,11 +75,9 @@ def panel(drawing: Any, left: float, curves: dict[str, list[tuple[float, float]]
 
 
 def evidence(drawing: Any, results: dict, losses: str = "loss", since: float = 0.0) -> Any:
-    """Draws losses beside bf16's, and the SQNR of inputs and gradients over time; returns the drawing.
+    """Draws losses relative to bf16's, and the SQNR of inputs and gradients over time; returns the drawing.
 
-    Args:
-        drawing: a `Drawing` of 800 x 320.
-        results, losses, since: as for `differences`.
+    `drawing` is a `Drawing` of 800 x 320; the other arguments are as for `differences`.
     """
     common = results["common"]
     last = max(run["date"] for run in results["runs"])[:10]

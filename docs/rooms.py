@@ -1,6 +1,6 @@
-"""Prints the tables of docs/architecture.md: what a room holds is the first line of its own docstring.
+"""Prints the tables of docs/architecture.md, whose descriptions are the first lines of the rooms' docstrings.
 
-python docs/rooms.py      writes them into the page, after a room is named there or has changed its docstring
+python docs/rooms.py      updates the page after a room was added there or its docstring changed
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ PAGE = HERE / "architecture.md"
 
 
 def first_line(file: Path) -> str:
-    """The first sentence of a module's docstring."""
+    """Returns the first sentence of a module's docstring."""
     text = ast.get_docstring(ast.parse(file.read_text())) or ""
     sentence = text.partition("\n\n")[0].replace("\n", " ")
     return sentence.removesuffix(".").replace("|", "\\|")
 
 
 def printed(page: str) -> str:
-    """The page with each table of rooms anew: the rooms and their order are the page's, the words those of the code."""
+    """Returns the page with updated descriptions; the page determines which rooms are listed, and their order."""
 
     def table(found: re.Match[str]) -> str:
         folder = HERE.parent / found["folder"]

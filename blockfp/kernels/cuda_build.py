@@ -1,10 +1,10 @@
 """Finds the CUDA kernel library, or builds it with nvcc into a cache.
 
-    ~/.cache/blockfp/KEY/libblockfp_cuda.so        KEY is a digest of the sources and the flags
-    ~/.cache/blockfp/KEY/libblockfp_cuda.sha256    of the library, written when it was built
+    ~/.cache/blockfp/KEY/libblockfp_cuda.so        KEY is a digest of the sources and flags
+    ~/.cache/blockfp/KEY/libblockfp_cuda.sha256    digest of the library, written when it was built
 
-Code is loaded from there, so nobody else may be able to put any: what belongs to another user, or what others may write, is
-refused with its path. A library that isn't what was built, such as an empty one, is built again.
+Code is loaded from the cache, so only its user may be able to write there: files and folders that belong to another user or are
+writable by others are refused with their path. A library that doesn't match its digest, such as an empty one, is rebuilt.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ LIBRARY = "libblockfp_cuda.so"
 ELEMENTS = ("E4M3", "E5M2", "E3M2", "E2M3", "E2M1", "Int8")
 _PER_ELEMENT = (
     *("quantize_aligned", "quantize_tiles", "quantize_gated", "quantize_groups", "quantize_rows"),
-)  # the longest first
+)  # longest compile first
 _FLAGS = ("-std=c++17", "-O3", "--threads", "1", "-Xcompiler", "-fPIC,-fvisibility=hidden")
 
 
 @cache
 def device_count() -> int:
-    """Number of CUDA devices that the driver sees; 0 without a driver."""
+    """Returns the number of CUDA devices that the driver sees; 0 without a driver."""
     driver = _driver()
     count = ctypes.c_int(0)
     if driver is None or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
@@ -52,10 +52,9 @@ def _driver() -> ctypes.CDLL | None:
 
 
 def architectures() -> tuple[str, ...]:
-    """Compute capabilities of the visible devices, in nvcc's names for their own instructions: ("89", "90a").
+    """Returns the visible devices' architectures as nvcc names them, with generation-specific instructions: ("89", "90a").
 
-    Raises:
-        RuntimeError: there is no device, or one that the kernels can't run on.
+    Raises RuntimeError without a device, or if the kernels can't run on one.
     """
     driver, found = _driver(), set()
     if driver is None or device_count() == 0:
@@ -71,20 +70,19 @@ def architectures() -> tuple[str, ...]:
                 "leave such devices out of CUDA_VISIBLE_DEVICES"
             )
         found.add((major.value, minor.value))
-    # Instructions of one generation alone came with 9.0.
+    # Generation-specific ("a") targets exist from 9.0.
     return tuple(f"{major}{minor}{'a' if major >= 9 else ''}" for major, minor in sorted(found))
 
 
 def where() -> Path:
-    """Path of the library, built or not: the installed one, else one of the cache."""
+    """Returns the library's path, built or not: the installed one, else one in the cache."""
     return installed(LIBRARY) or _cache() / _digest(_sources(), flags_for(*architectures())) / LIBRARY
 
 
 def find() -> Path | None:
-    """Path of the library, or None where it must be built first.
+    """Returns the library's path, or None if it must be built first.
 
-    Raises:
-        RuntimeError: what is in the cache, or in the way of it, may be somebody else's.
+    Raises RuntimeError if somebody else could have written to the cache or to a folder above it.
     """
     path = where()
     if path.parent.parent != _cache():
@@ -99,11 +97,9 @@ def find() -> Path | None:
 
 
 def find_or_build() -> Path:
-    """Path of the library, which is built now if it is not there. One of several processes builds, the others wait for it.
+    """Returns the library's path and builds it if necessary. One of several processes builds; the others wait.
 
-    Raises:
-        RuntimeError: as `find`, or the compiler failed.
-        OSError: there is no compiler, or the cache can't be written.
+    Raises RuntimeError as `find` does and if the compiler fails, OSError without a compiler or a writable cache.
     """
     if found := find():
         return found
@@ -132,7 +128,7 @@ def _sum(path: Path) -> str:
 
 
 def _make_folder(path: Path) -> None:
-    """Makes a folder and those above it that aren't there, for this user alone whatever the umask is."""
+    """Creates a folder and missing parents with access for this user only, whatever the umask."""
     if not path.is_dir():
         _make_folder(path.parent)
         with suppress(FileExistsError):
@@ -140,7 +136,7 @@ def _make_folder(path: Path) -> None:
 
 
 def _check_folders(folder: Path) -> None:
-    """Raises RuntimeError where others may have put something into a folder of the cache, or can."""
+    """Raises RuntimeError if others may have written to a folder of the cache, or can."""
     for each in (folder.parent, folder):
         if os.path.lexists(each):
             _check_own(each)
@@ -162,12 +158,12 @@ def _refused(path: Path, why: str) -> RuntimeError:
 
 
 def flags_for(*architectures: str) -> tuple[str, ...]:
-    """nvcc's flags for machine code of these architectures, such as "90a" and "100a"."""
+    """Returns nvcc's flags for machine code of these architectures, such as "90a" and "100a"."""
     return (*_FLAGS, *(f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures))
 
 
 def _sources() -> Path:
-    """The folder that holds cuda/ and include/: in the package, or beside it in a source tree."""
+    """Returns the folder with cuda/ and include/: inside the package, or next to it in a source tree."""
     for place in (Path(__file__).parent, Path(__file__).parents[2] / "kernels"):
         if (place / "cuda").is_dir():
             return place
@@ -176,7 +172,7 @@ def _sources() -> Path:
 
 def _cache() -> Path:
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():  # which the XDG specification says to ignore
+    if not base.is_absolute():  # the XDG specification says to ignore relative paths
         base = Path.home() / ".cache"
     if not base.is_absolute():
         raise RuntimeError(f"the home folder {str(Path.home())!r} is no absolute path: set HOME, or XDG_CACHE_HOME, to one")
@@ -195,7 +191,7 @@ def _nvcc() -> str:
 
 
 def _digest(sources: Path, flags: tuple[str, ...]) -> str:
-    # Not of the compiler: what is built runs where there is none.
+    # Without the compiler's version, since built libraries run on machines without nvcc.
     from importlib import metadata
 
     digest = hashlib.sha256(repr((flags, ELEMENTS, metadata.version("apache-tvm-ffi"))).encode())
@@ -206,7 +202,7 @@ def _digest(sources: Path, flags: tuple[str, ...]) -> str:
 
 
 def commands(out: Path, flags: tuple[str, ...]) -> list[tuple[list[str], Path]]:
-    """The compiler's calls, as (command, object it makes)."""
+    """Returns the compiler's calls as (command, object file)."""
     sources = _sources()
     includes = [f"-I{p}" for p in (sources / "cuda", sources / "include", *_tvm_includes())]
     files = {file.stem: file for file in sorted((sources / "cuda").rglob("*.cu"))}
@@ -227,11 +223,9 @@ def _tvm_includes() -> list[str]:
 
 
 def build(path: Path, flags: tuple[str, ...]) -> None:
-    """Compiles and links the library to `path`; what is there appears whole or not at all.
+    """Compiles and links the library to `path`, which appears complete or not at all.
 
-    Raises:
-        RuntimeError: the compiler failed; the message is its own.
-        OSError: there is no compiler, or the library can't be written.
+    Raises RuntimeError with the compiler's message, and OSError without a compiler or if the library can't be written.
     """
     libinfo = import_tvm_ffi("tvm_ffi.libinfo")
 
@@ -253,7 +247,7 @@ def build(path: Path, flags: tuple[str, ...]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """`python -m blockfp.kernels.cuda_build OUT 90a 100a`: builds the library at OUT; needs no device."""
+    """`python -m blockfp.kernels.cuda_build OUT 90a 100a` builds the library at OUT; it needs no device."""
     if len(arguments) < 2:
         raise SystemExit("usage: python -m blockfp.kernels.cuda_build OUT ARCHITECTURE [ARCHITECTURE ...]")
     build(Path(arguments[0]).absolute(), flags_for(*arguments[1:]))

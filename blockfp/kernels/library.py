@@ -1,4 +1,4 @@
-"""Loading a compiled library: once in a process, or the reason why not."""
+"""Loads a compiled library once per process, or records why it can't be loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .once import once
 
 
 class _WithoutTorch:
-    """A finder of modules that hides PyTorch from one thread, while that imports another package.
+    """An import finder that hides PyTorch from one thread while that thread imports another package.
 
     A None in `sys.modules` would hide it from all threads.
     """
@@ -36,11 +36,11 @@ class _WithoutTorch:
 
 
 def import_tvm_ffi(module: str = "tvm_ffi") -> Any:
-    """Imports TVM FFI, or a module of it, without PyTorch, which it would import first where that is installed.
+    """Imports TVM FFI, or one of its modules, without PyTorch, which it would import if installed.
 
-    That takes a second and hundreds of megabytes, and a CUDA build brings its own cuDNN and NCCL into a JAX program. Tensors of
-    a PyTorch that is imported later go through TVM FFI all the same, by DLPack. Its dtypes as arguments and
-    `tvm_ffi.use_torch_stream`, which blockfp doesn't call, want it imported first.
+    PyTorch takes a second and hundreds of megabytes, and a CUDA build loads its own cuDNN and NCCL into a JAX program. Tensors
+    of a PyTorch that is imported later still pass through TVM FFI, by DLPack. Only torch dtypes as arguments and
+    `tvm_ffi.use_torch_stream`, which blockfp doesn't use, need PyTorch imported first.
     """
     if "tvm_ffi" in sys.modules or "torch" in sys.modules:
         return importlib.import_module(module)
@@ -48,29 +48,26 @@ def import_tvm_ffi(module: str = "tvm_ffi") -> Any:
         with _WithoutTorch():
             return importlib.import_module(module)
     except ImportError:
-        # A version that can't do without it; or none at all, which this says.
+        # This version needs PyTorch, or TVM FFI is missing; the second import raises the right error.
         return importlib.import_module(module)
 
 
 class NothingToRunOn(Exception):
-    """Says that a library isn't wanted here, so that nobody is warned that it is missing."""
+    """Raised if a library isn't needed on this machine, so that nobody is warned that it is missing."""
 
 
 class Library:
-    """Loads a library at the first call that needs it, in one thread, and looks its functions up once.
+    """Loads a library at the first call that needs it, in one thread, and looks up its functions once.
 
     Attributes:
-        loaded: the functions by name, and `path`; None before they are loaded, and where they can't be.
-        why_not: the reason why they can't be; "" where they are loaded or nobody has asked yet.
+        loaded: namespace of the functions and `path`; None before loading or if loading failed.
+        why_not: why loading failed; "" before loading or after success.
     """
 
     def __init__(self, kind: str, find: Callable[[], Path], functions: Sequence[str], *, loud: bool = False):
-        """
-        Args:
-            kind: what messages call it.
-            find: returns the path; raises OSError or RuntimeError where there is none, or `NothingToRunOn`.
-            functions: names of the functions.
-            loud: warns where it can't be loaded.
+        """`kind` is the name in messages, `functions` the names to look up; `loud` warns if loading fails.
+
+        `find` returns the path and raises OSError or RuntimeError if there is none, or `NothingToRunOn`.
         """
         self.kind = kind
         self.loaded: Any = None
@@ -79,22 +76,18 @@ class Library:
         self._load = once(self._load_first)
 
     def available(self) -> bool:
-        """Tells whether kernels run: the functions can be called, and `switch` lets them. Loads them the first time."""
+        """Returns whether kernels run: their functions are loaded (now, if necessary) and `switch` allows them."""
         return switch.kernels_allowed() and (self.loaded or self._load()) is not None
 
     def get(self) -> Any:
-        """The library's functions, for callers that bring their own arrays.
-
-        Raises:
-            RuntimeError: there are none; the message says why.
-        """
+        """Returns the library's functions; raises RuntimeError with the reason if it can't be loaded."""
         found = self.loaded or self._load()
         if found is None:
             raise RuntimeError(self.missing())
         return found
 
     def missing(self, why: str | None = None) -> str:
-        """A line for people that says why the definition runs: `switch`, else `why`, by default `why_not`."""
+        """Returns a line that says why the definition runs: `switch`, or else `why`, by default `why_not`."""
         why = (self.why_not if why is None else why) if switch.kernels_allowed() else switch.WHY_NOT
         return f"no {self.kind}: {why}; the definition runs instead, with the same bits"
 
@@ -113,7 +106,7 @@ class Library:
 
 
 def installed(name: str) -> Path | None:
-    """The path of a library of this package: beside this file, or where an editable install puts it; None without one."""
+    """Returns the path of a library of this package, next to this file or where an editable install puts it, or None."""
     beside = Path(__file__).with_name(name)
     if beside.is_file():
         return beside

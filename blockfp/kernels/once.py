@@ -1,4 +1,4 @@
-"""Calls that a process makes once, whichever of its threads asks first."""
+"""Runs a function once per process, whichever thread calls it first."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 def once(function: Callable[..., T]) -> Callable[..., T]:
-    """Keeps a function's results by its arguments, and lets no two threads run it at the same time.
+    """Caches a function's results by arguments and never runs it in two threads at once.
 
-    `functools.cache` runs it in each thread that asks before the first has its result, which libraries that take a name once
-    (XLA's custom calls) refuse. A call that raises is made again by the next.
+    `functools.cache` may run it in several threads before the first result is stored, which libraries that register a name once
+    (XLA's custom calls) refuse. A call that raises isn't cached.
     """
     kept: dict[tuple[Any, ...], T] = {}
     lock = threading.RLock()

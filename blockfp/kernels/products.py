@@ -1,7 +1,7 @@
-"""Plans for the CUDA library's `product`: its own kernel or cuBLASLt, whichever was faster, and how much scratch memory.
+"""Plans calls of the CUDA library's `product`: its own kernel or cuBLASLt, whichever measured faster, and their scratch memory.
 
-kernels/cuda/products/product_exports.cu documents the function. The own kernel is for compute capability 9.0; it takes every
-pair of FP8 formats with one scale, one for each row or in blocks of 128, of any lengths. cuBLASLt takes fewer.
+kernels/cuda/products/product_exports.cu documents the function. The own kernel needs compute capability 9.0 and takes all pairs
+of FP8 formats with one scale per tensor, per row or per block of 128, of any lengths. cuBLASLt takes fewer.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from .product_table import MEASURED
 
 HOPPER = (9, 0)
 TENSOR_SCALES, BLOCK_SCALES = 120000, 120900
-"""The first cuBLASLt that multiplies FP8 with a scale per tensor, and with scales of blocks."""
+"""First cuBLASLt versions that multiply FP8 with a scale per tensor, and with scales per block."""
 
-_CUBLAS_WORKSPACE = 32 * 2**20  # what it recommends on Hopper
+_CUBLAS_WORKSPACE = 32 * 2**20  # cuBLAS's recommendation for Hopper
 _OWN_CHOOSES_TILE = -1
 _VALUES = 6
-"""The number of bfloat16 among elements, that of `Values` in kernels/cuda/products/gemm.h."""
+"""Number of bfloat16 among the elements: `Values` in kernels/cuda/products/gemm.h."""
 
 
 class Plan(NamedTuple):
-    """The way in which one product runs.
+    """How one product runs.
 
     Attributes:
-        own: whether by the library's own kernel; else by cuBLASLt.
-        workspace: bytes of scratch memory that the call needs.
-        adds_bias: whether the call adds the bias; else it comes after.
+        own: True for the library's own kernel, False for cuBLASLt.
+        workspace: bytes of scratch memory.
+        adds_bias: whether the call adds the bias; otherwise the caller must.
         numbers: the arguments of `product` after its arrays.
     """
 
@@ -62,21 +62,21 @@ def plan(
     """Plans a @ b^T of FP8 codes.
 
     Args:
-        a, b: formats: FP8 with one scale, one for each row, or in blocks of 1x128 or 128x128.
+        a, b: FP8 formats with one scale per tensor, per row, or per block of 1x128 or 128x128.
         m, n, k: lengths: a is [m, k] and b [n, k].
-        capability: of the device.
-        cublas: cuBLASLt's version, such as 130100; 0 where there is none.
-        dtype, bias: names of the dtypes of the result and of the bias, None where there is none.
-        groups: how many; 0 for a single product.
-        along_k: whether groups are of columns of a and of b. Else they are of rows of a, and b is [groups, n, k].
-        ordered: which of a's and b's scales of 1x128 are in the product's order already.
-        bands: whether b's scales of 1x128 are ordered, and the same in every 32 rows, as of MX weights in 32x32 blocks that are
-            aligned: the own kernel is faster then.
-        fast: whether sums may keep fewer bits; those of blocks never do.
-        accumulate: whether the product is added to what the result holds.
+        capability: the device's compute capability.
+        cublas: cuBLASLt's version, such as 130100; 0 without cuBLASLt.
+        dtype, bias: dtype names of the result and of the bias; None without a bias.
+        groups: number of groups; 0 for a single product.
+        along_k: whether groups divide the columns of a and b. Otherwise they divide the rows of a, and b is [groups, n, k].
+        ordered: which of a's and b's 1x128 scales are already in the product's order.
+        bands: whether b's 1x128 scales are ordered and equal within every 32 rows, as in aligned MX weights of 32x32 blocks;
+            the own kernel is faster then.
+        fast: whether sums may keep fewer bits; sums over blocks never do.
+        accumulate: whether to add to the result's contents.
 
     Raises:
-        ValueError: neither takes such a product.
+        ValueError: neither kernel takes the product.
     """
     fast = fast and a.per_tensor and b.per_tensor
     refused = _refusal(a, b, m, n, k, cublas, groups)
@@ -97,11 +97,9 @@ def plan(
 
 @lru_cache(maxsize=4096)
 def plan_values(m: int, n: int, k: int, *, matrices: int = 1) -> Plan:
-    """Plans a @ b^T of bfloat16, with a scale for each operand or each group, by the own kernel: on compute capability 9.0.
+    """Plans a @ b^T of bfloat16, with a scale per operand or group, by the own kernel on compute capability 9.0.
 
-    Args:
-        m, n, k: lengths: a is [m, k] and b [n, k], or `matrices` of these.
-        matrices: how many b are stored.
+    a is [m, k] and b [n, k]; `matrices` is the number of b stored.
     """
     copied = [2 * m * _fill(k, 8), 2 * matrices * n * _fill(k, 8)] if k % 8 else []
     numbers = (_VALUES, 0, _VALUES, 0, False, False, True, _OWN_CHOOSES_TILE, False, False)
@@ -109,7 +107,7 @@ def plan_values(m: int, n: int, k: int, *, matrices: int = 1) -> Plan:
 
 
 def _refusal(a: Format, b: Format, m: int, n: int, k: int, cublas: int, groups: int) -> str:
-    """Says why cuBLASLt doesn't take a product; empty where it does."""
+    """Returns why cuBLASLt can't run a product; "" if it can."""
     blocks = not (a.per_tensor and b.per_tensor)
     needed = BLOCK_SCALES if blocks else TENSOR_SCALES
     if cublas < needed:
@@ -129,7 +127,7 @@ def _refusal(a: Format, b: Format, m: int, n: int, k: int, cublas: int, groups: 
 
 
 def _own_is_faster(a: Format, b: Format, m: int, n: int, k: int, fast: bool) -> bool:
-    """Asks the measured shape that is nearest."""
+    """Compares speeds at the nearest measured shape."""
     if a.per_tensor and b.per_tensor:
         kind = "tensor fast" if fast else "tensor"
     else:
@@ -147,7 +145,7 @@ def _piece(size: int) -> int:
 
 
 def _in_order(format: Format, rows: int, k: int) -> int:
-    """Bytes of scales of rows in the product's order; of one scale, a row of it."""
+    """Returns the bytes of an operand's scales in the product's order; a per-tensor or per-row scale takes one row."""
     return 4 * _fill(rows, 4) * (1 if format.per_tensor or format.per_row else -(-k // 128))
 
 

@@ -1,7 +1,7 @@
-"""Memory for large results, used again once nobody holds it: the first writes to fresh pages take as long as quantizing does.
+"""Reuses memory for large results, because first writes to fresh pages take as long as quantizing.
 
-A block belongs to the array over it and comes back when that is gone, and with it all views, tensors and DLPack capsules made
-of it. A few blocks wait here, and the system may take their pages whenever it needs memory (MADV_FREE).
+A block belongs to the array over it and is released with that array and all views, tensors and DLPack capsules made from it. A
+few released blocks are kept for reuse; the system may reclaim their pages (MADV_FREE).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections import deque
 import numpy as np
 
 LEAST = 4 << 20
-"""Bytes of a result that gets such memory: below, the C library's allocator keeps pages by itself."""
+"""Minimum bytes of a result; below, the C library's allocator already reuses pages."""
 MOST = 128 << 20
-"""Bytes of a result that gets such memory, so that what waits is bounded in bytes, too."""
+"""Maximum bytes of a result, which also bounds the bytes kept."""
 WAITING = 4
-"""Blocks that wait at most."""
+"""Maximum number of blocks kept."""
 
 _PAGE = 2 << 20
 
@@ -34,12 +34,12 @@ class _Block:
         self.address = np.frombuffer(self.memory, np.uint8).ctypes.data
 
 
-# Appending and popping are atomic, without the interpreter's lock, too, and where a garbage collection interrupts them.
+# A deque's append and popleft are atomic, even without the GIL and if a garbage collection interrupts them.
 _waiting: deque[_Block] = deque(maxlen=WAITING)
 
 
 def _start_anew() -> None:
-    """Leaves the blocks of a forked process's parent alone: another thread may have been changing them."""
+    """Discards the blocks in a forked child; another thread of the parent may have been changing the queue."""
     global _waiting
     _waiting = deque(maxlen=WAITING)
 
@@ -48,7 +48,7 @@ os.register_at_fork(after_in_child=_start_anew)
 
 
 class _Loan:
-    """Holds a block for the array over it, and lets it wait for the next one afterwards."""
+    """Holds a block for the array over it, and returns it to the queue when that array is gone."""
 
     def __init__(self, block: _Block, size: int):
         self.block = block
@@ -58,13 +58,13 @@ class _Loan:
         try:
             self.block.memory.madvise(mmap.MADV_FREE)
         except (AttributeError, OSError):
-            return  # an older system, or pages that are locked: they go back to the system at once
-        if _waiting is not None:  # as it is when the interpreter ends
+            return  # an old system, or locked pages: the memory is unmapped
+        if _waiting is not None:  # None at interpreter shutdown
             _waiting.append(self.block)
 
 
 def array(size: int) -> np.ndarray | None:
-    """Returns an array of so many bytes, whose values are arbitrary; None where the size isn't one for such memory."""
+    """Returns an uninitialized array of this many bytes; None if the size is outside `LEAST` to `MOST`."""
     if not LEAST <= size <= MOST:
         return None
     whole = -(-size // _PAGE) * _PAGE
@@ -72,7 +72,7 @@ def array(size: int) -> np.ndarray | None:
 
 
 def _waiting_block(size: int) -> _Block | None:
-    """Takes a block of this size out of those that wait; None where there is none."""
+    """Takes a block of this size from the queue; returns None if there is none."""
     waiting = _waiting
     for _ in range(len(waiting)):
         try:

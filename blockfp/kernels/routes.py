@@ -1,14 +1,14 @@
-"""The route of a product of two quantized operands: one table over formats and devices, the same for PyTorch and JAX.
+"""Chooses the route of a product of two quantized operands from one table of formats and devices, for PyTorch and JAX.
 
-A product contracts the last axes of its operands, a [.., m, k] and b [.., n, k], along which their scales run too. Where the
-device multiplies two formats itself, codes and scales go there as they are. Elsewhere the operands are dequantized exactly
-and multiplied in a dtype that holds every value. In between is one mode that may change an operand: "aligned" shifts the codes
-of MX to one power of two for each 128 elements, which is exact for all but codes far below the largest of those 128
-(`definition.alignment` has the bound). A caller who wants every operand exact says so, and gets bfloat16.
+A product contracts the last axes of its operands, a [.., m, k] and b [.., n, k]; their scales run along these axes too. If the
+device's matrix units multiply the two formats, they take codes and scales directly. Otherwise operands are dequantized and
+multiplied in a dtype that represents every value exactly. One mode may change an operand: "aligned" shifts MX codes to one
+power of two per 128 elements, which is exact except for codes far below the largest of those 128 (`definition.alignment` has
+the bound). A caller that needs exact operands says so and gets bfloat16.
 
-FP8 products with one scale, one for each row or in blocks of 128, and aligned ones, are the CUDA library's (`kernels.products`
-says by which kernel): of any lengths on Hopper, of what cuBLASLt takes elsewhere. MX and NVFP4 are what cuBLAS offers through
-`torch.nn.functional.scaled_mm`, as documented for Blackwell and not tried.
+The CUDA library runs FP8 products with one scale per tensor, per row or per block of 128, and aligned products
+(`kernels.products` chooses the kernel): any lengths on Hopper, cuBLASLt's lengths elsewhere. MX and NVFP4 products run on
+Blackwell through `torch.nn.functional.scaled_mm`, as documented; they are untested.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Platform = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Route:
-    """The way in which one product runs.
+    """How one product runs.
 
     Attributes:
-        mode: "tensor" (a scale for each tensor), "block" (1x128, 128x128, rows), "mx" (E8M0 scales of 32) and "nvfp4": the
-            matrix units take codes and scales. "aligned": they take codes shifted to one power of two for each 128 of k.
-            "dequantize": operands are dequantized, then multiplied. "plain": neither is quantized.
-        dtype: of mode "dequantize", what the operands are dequantized to, "bfloat16" or "float32"; else None.
-        scale_product: of mode "dequantize", whether scales of whole tensors multiply the product instead of the operands: what
-            is left of the operands is then exact in `dtype`. The product must stay in fp32 until then.
-        reason: why, for tables and messages.
+        mode: "tensor" (one scale per tensor), "block" (1x128, 128x128, rows), "mx" (E8M0 scales of 32), "nvfp4": matrix units
+            take codes and scales. "aligned": they take codes shifted to one power of two per 128 of k. "dequantize": operands
+            are dequantized, then multiplied. "plain": neither operand is quantized.
+        dtype: in mode "dequantize", the dtype of the dequantized operands, "bfloat16" or "float32"; else None.
+        scale_product: in mode "dequantize", whether tensor scales multiply the product instead of the operands, which are then
+            exact in `dtype`. The product must be fp32 until then.
+        reason: the reason, for tables and messages.
     """
 
     mode: Mode
@@ -45,15 +45,15 @@ class Route:
 
 @dataclass(frozen=True)
 class Rule:
-    """One row of the table of products that run on codes and scales.
+    """A row of the table of products that run on codes and scales.
 
     Attributes:
         mode: see `Route`.
-        capabilities: major compute capabilities of the devices that have it.
+        capabilities: major compute capabilities of devices with this mode.
         elements: pairs of element names.
-        blocks: pairs of block shapes, None being the tensor.
-        scales: names of the scale formats.
-        multiples: m, n and k must be multiples of these (rows of a, rows of b, contracted length).
+        blocks: pairs of block shapes; None is the whole tensor.
+        scales: names of scale formats.
+        multiples: required divisors of m, n and k.
     """
 
     mode: Mode
@@ -65,7 +65,7 @@ class Rule:
 
     @property
     def of_library(self) -> bool:
-        """True for products of the CUDA library, False for those of `scaled_mm`."""
+        """True for products of the CUDA library, False for products of `scaled_mm`."""
         return self.mode in ("tensor", "block", "aligned")
 
 
@@ -73,12 +73,12 @@ _T = TypeVar("_T")
 
 
 def _pairs(sides: Iterable[_T]) -> frozenset[tuple[_T, _T]]:
-    """Pairs every side with every side."""
+    """Returns all pairs of two sides."""
     sides = tuple(sides)
     return frozenset((a, b) for a in sides for b in sides)
 
 
-# cuBLAS has no kernel for two E5M2 operands; the library's own takes them.
+# cuBLAS has no kernel for two E5M2 operands; the library's own kernel does.
 _FP8 = frozenset({("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3")})
 _ALL_FP8 = _FP8 | {("e5m2", "e5m2")}
 _ROW, _SQUARE, _WHOLE = (1, 128), (128, 128), (1, WHOLE_ROW)
@@ -103,12 +103,12 @@ RULES: tuple[Rule, ...] = (
         (1, 16, 32),
     ),
 )
-"""The products that run on codes and scales; all others are dequantized."""
+"""Products that run on codes and scales; all others are dequantized."""
 
 _DEVICES = {9: "Hopper (9.x)", 10: "Blackwell (10.x)"}
 
 RUN, COMPILED = ((9, 0),), ((8, 0), (8, 9), (10, 0), (12, 0))
-"""Compute capabilities on which the CUDA library's kernels were run, and others for which they were compiled."""
+"""Compute capabilities on which the CUDA library has run, and for which it has only been compiled."""
 
 
 def route(
@@ -124,17 +124,17 @@ def route(
     library: bool = True,
     exact: bool = False,
 ) -> Route:
-    """The route of a @ b^T, for a [.., m, k] and b [.., n, k].
+    """Returns the route of a @ b^T for a [.., m, k] and b [.., n, k].
 
     Args:
-        a, b: the operands' formats or their names; None for one in high precision.
+        a, b: the operands' formats or their names; None for high precision.
         platform: "cpu" or "cuda".
-        capability: of a CUDA device, such as (9, 0).
-        m, n, k: lengths; None takes them to fit.
-        in_order: whether the scales of both operands run along k and their blocks begin where the operands do. Those of a shard
-            that begins inside a block don't, nor do those of a weight in 1-D blocks that is contracted along its rows.
-        library: whether the CUDA library is there, which has the modes "tensor", "block" and "aligned".
-        exact: whether both operands must be multiplied as the values that they stand for, which "aligned" doesn't promise.
+        capability: compute capability of a CUDA device, such as (9, 0).
+        m, n, k: lengths; None assumes that they fit.
+        in_order: whether both operands' scales run along k and their blocks begin at the operands' corners. False for shards
+            that begin inside a block, and for weights in 1-D blocks that are contracted along their rows.
+        library: whether the CUDA library, which runs "tensor", "block" and "aligned", is available.
+        exact: whether operands must be multiplied with unchanged values, which "aligned" doesn't guarantee.
 
     Raises:
         ValueError: an unknown format or platform, or "cuda" without a capability.
@@ -158,7 +158,7 @@ def route(
         elif rule is not None:
             misfit = [f"{name} = {size}" for name, size in _misfits(rule, m, n, k)]
             if not misfit:
-                # What is aligned is filled up.
+                # Aligned codes are padded to multiples of 128.
                 slower = _what_costs(n, 0 if rule.mode == "aligned" else k) if rule.of_library else ""
                 return Route(rule.mode, None, False, f"{_DEVICES[capability[0]]} multiplies {_kinds(a, b)}{slower}")
             units = " and ".join(f"{size} for {name}" for name, size in zip("mnk", rule.multiples, strict=True) if size > 1)
@@ -184,7 +184,7 @@ def _misfits(rule: Rule, *sizes: int | None) -> list[tuple[str, int]]:
 
 
 def _what_costs(n: int | None, k: int | None) -> str:
-    """Says which lengths make a product slower than its neighbours'."""
+    """Describes lengths that make a product slower than nearby lengths."""
     costs = []
     if k is not None and k % 16:
         costs.append(f"k = {k} is no multiple of 16: codes are copied first, to rows that are")
@@ -205,10 +205,10 @@ def _dequantized(a: Format | None, b: Format | None, platform: Platform, why: st
 
 
 def exact_in_bfloat16(format: Format) -> bool:
-    """Tells whether bfloat16's 8 significant bits hold every code times its block scale, a scale of the whole tensor aside.
+    """Returns whether bfloat16's 8 significant bits represent every code times its block scale (a tensor scale is left out).
 
-    A power-of-two scale adds no bits and an E4M3 scale adds 4. (MX magnitudes below 2^-133, of blocks that are all below
-    2^-117, leave bfloat16's range and round to its subnormals.)
+    A power-of-two scale adds no bits; an E4M3 scale adds 4. (MX magnitudes below 2^-133, in blocks with an amax below 2^-117,
+    leave bfloat16's range and round to its subnormals.)
     """
     bits = format.element.mantissa_bits + 1
     if format.per_tensor or format.scale.power_of_two:
@@ -224,7 +224,7 @@ def _kinds(a: Format, b: Format) -> str:
 
 
 def table() -> list[tuple[str, str, str]]:
-    """The table as lines of (device, operands, how), for people."""
+    """Returns the table as lines of (device, operands, method) for people."""
     lines = []
     for major, device in _DEVICES.items():
         for rule in RULES:

@@ -1,4 +1,4 @@
-"""The table that the AdamW kernels read: a row for each parameter, most of whose fields stay from step to step."""
+"""Builds the AdamW kernels' table, with a row per parameter; most fields of a row are the same in every step."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from ..formats import Format
 from .format_numbers import DTYPE_NUMBERS, format_numbers
 
 ARRAYS = ("gradient", "weight", "first", "second", "first_scales", "second_scales", "out", "out_scales")
-"""The arrays that a row points to. All are contiguous and on one device.
+"""Arrays that a row points to, all contiguous and on one device.
 
-gradient: float32, float16 or bfloat16, of the weight's shape.
-weight: float32 [..., rows, columns], the master; changed in place.
-first, second: moments of the weight's shape, in place: float32, bfloat16, or uint8 codes of FP8.
-first_scales, second_scales: float32 [..., rows, ceil(columns / 128)] of FP8 moments, else none.
-out: the weight itself, where it is not the master: float16 or bfloat16 values, or codes of a format; else none.
-out_scales: scales of the codes.
+- gradient: float32, float16 or bfloat16, of the weight's shape.
+- weight: float32 [..., rows, columns], the master; changed in place.
+- first, second: moments of the weight's shape, in place: float32, bfloat16, or uint8 codes of FP8.
+- first_scales, second_scales: float32 [..., rows, ceil(columns / 128)] for FP8 moments, else absent.
+- out: the weight, if it isn't the master: float16 or bfloat16 values, or codes of a format; else absent.
+- out_scales: scales of the codes.
 """
 
 NO_COEFFICIENTS = Coefficients(*(0.0,) * len(Coefficients._fields))
-"""Stands in a row whose constants the device alone knows."""
+"""Placeholder for constants that only the device knows."""
 
 _MOMENT_DTYPES = ("float32", "bfloat16", "uint8")
 _NONE, _COPY, _CODES, _AMAX = 0, 1, 2, 3
 
-# kernels/include/blockfp/adamw.h, StepEntry.
+# Matches kernels/include/blockfp/adamw.h, StepEntry.
 _ROW = np.dtype(
     [(name, "i8") for name in (*ARRAYS, "coefficients_at", "step_at")]
     + [(name, "i8") for name in ("batches", "rows", "columns", "first_batch", "first_row", "first_column")]
@@ -43,17 +43,17 @@ _ROW = np.dtype(
     + [("coefficients", "f4", (len(Coefficients._fields),))]
 )
 ADDRESSES = len(ARRAYS) + 2
-"""Addresses of a row: those of its arrays, of its constants and of its step number."""
+"""Addresses in a row: its arrays, its constants and its step number."""
 
 _DLPACK = {"float32": 0x220, "float16": 0x210, "bfloat16": 0x410, "uint8": 0x108}
 
 
 class Row(NamedTuple):
-    """The part of a parameter's row that stays from step to step.
+    """The constant part of a parameter's row.
 
     Attributes:
-        arrays: for each of `ARRAYS` its dtype's name and its number of elements; None where there is none.
-        content: the row's bytes, with zeros for what a step fills in.
+        arrays: dtype name and number of elements of each of `ARRAYS`; None for absent ones.
+        content: the row's bytes, with zeros in the fields that a step fills in.
     """
 
     arrays: tuple[tuple[str, int] | None, ...]
@@ -61,12 +61,12 @@ class Row(NamedTuple):
 
 
 def one_pass(format: Format) -> bool:
-    """Tells whether a kernel can write codes in the pass that finds the new masters: no amax reaches beyond a tile."""
+    """Returns whether kernels can write codes in the pass that updates the masters: no amax extends beyond a tile."""
     return not format.has_tensor_scale
 
 
 def two_passes(format: Format) -> bool:
-    """Tells whether a GPU's kernels can write codes in a second pass, from the tensor's amax that the first finds."""
+    """Returns whether GPU kernels can write codes in a second pass, after the first has found the tensor's amax."""
     return format.has_tensor_scale and not format.scale.four_over_six
 
 
@@ -83,21 +83,21 @@ def row(
     whole: tuple[int, int],
     two_passes: bool = False,
 ) -> Row:
-    """The row of a parameter, or of a rank's shard of it.
+    """Returns the row of a parameter, or of a rank's shard of one.
 
     Args:
-        shape: [..., rows, columns] of the weight.
-        gradient, moments: names of the dtypes of the gradient and the moments.
-        out: name of the dtype of 16-bit values that are written beside the master.
-        format: of codes that are written beside the master; its blocks begin where the weight does.
-        nominal: name of the dtype that a quantized weight stands for.
-        start: (batch, row, column) of the first element in the unsharded array, its leading axes counted as one.
+        shape: the weight's [..., rows, columns].
+        gradient, moments: dtype names.
+        out: dtype name of 16-bit values to write besides the master.
+        format: format of codes to write besides the master; its blocks begin at the weight's corner.
+        nominal: dtype name that a quantized weight stands for.
+        start: (batch, row, column) of the first element in the unsharded array, with leading axes flattened.
         whole: (rows, columns) of the unsharded matrix.
-        two_passes: whether `second_pass` is to take the codes out of the table.
+        two_passes: whether `second_pass` will take the codes out of the table.
 
     Raises:
-        TypeError: a dtype that the kernels don't take.
-        ValueError: a format with one scale per tensor or two levels, and no second pass.
+        TypeError: the kernels don't support a dtype.
+        ValueError: the format has one scale per tensor or two levels, and there is no second pass.
     """
     if gradient not in DTYPE_NUMBERS:
         raise TypeError(f"gradient must be of {' or '.join(DTYPE_NUMBERS)}, got {gradient}")
@@ -131,20 +131,18 @@ def row(
 
 
 class Table:
-    """The table of some parameters: what stays from step to step is filled in once.
+    """The table of several parameters, with the fields that don't change already filled in.
 
     Attributes:
-        expected: int64 [parameters * ADDRESSES, 2], what stands at each address of a row: 256 times DLPack's code of the dtype
-            plus its bits, and the number of elements; a negative code where nothing may.
+        expected: int64 [parameters * ADDRESSES, 2], describes the array at each address: 256 times DLPack's dtype code plus its
+            bits, and the number of elements; a negative code if the address must be 0.
     """
 
     def __init__(self, rows: Sequence[Row], parameters: Sequence[int], known: Sequence[bool], key: tuple[int, int]):
-        """
-        Args:
-            rows: of the parameters.
-            parameters: their positions in the optimizer.
-            known: whether each one's constants and step number are known here, rather than on the device alone.
-            key: the optimizer's key, which rounds moments in fewer bits.
+        """Takes the parameters' rows and their positions in the optimizer.
+
+        `known` says whether the host knows a parameter's constants and step number; otherwise only the device does. `key` is
+        the optimizer's, for stochastic rounding of moments.
         """
         self._made_of = (rows, parameters, known, key)
         content = np.frombuffer(bytearray(b"".join([one.content for one in rows])), _ROW)
@@ -156,25 +154,23 @@ class Table:
         self.expected = np.array(codes, np.int64).reshape(-1, 2)
 
     def is_of(self, rows: Sequence[Row], parameters: Sequence[int], known: Sequence[bool], key: tuple[int, int]) -> bool:
-        """Tells whether it was made of these very rows, and of equal others."""
+        """Returns whether the table was made from the same row objects and equal other arguments."""
         own, *others = self._made_of
         return others == [parameters, known, key] and len(own) == len(rows) and all(map(operator.is_, own, rows))
 
     def filled(
         self, addresses: np.ndarray | Sequence[Sequence[int]], coefficients: Sequence[Coefficients], steps: Sequence[int]
     ) -> np.ndarray:
-        """The table of one step, int64 [parameters, words].
+        """Returns one step's table, int64 [parameters, words].
 
-        Args:
-            addresses: for each parameter those of its arrays, 0 where there is none, then those of constants and step number,
-                float32 on the device, or 0 where they are known here.
-            coefficients: the step's constants; `NO_COEFFICIENTS` where they have an address.
-            steps: numbers of the step, from 1; 0 where it has an address.
+        `addresses` holds each parameter's array addresses, 0 for absent arrays, then those of its constants and step number,
+        float32 on the device, or 0 if the host knows them. `coefficients` and `steps` (from 1) are the host's;
+        `NO_COEFFICIENTS` and 0 where they have an address.
         """
         table = self._content.copy()
         words = table.view(np.int64).reshape(len(table), _ROW.itemsize // 8)
         words[:, :ADDRESSES] = addresses
-        # Most parameters have made as many steps as the first.
+        # Usually all parameters are at the same step.
         table["step"] = steps[0] if steps.count(steps[0]) == len(steps) else steps
         alike = coefficients.count(coefficients[0]) == len(coefficients)
         table["coefficients"] = coefficients[0] if alike else coefficients
@@ -189,19 +185,15 @@ def pack(
     steps: Sequence[int],
     key: tuple[int, int],
 ) -> np.ndarray:
-    """The table of one step of some parameters, int64 [parameters, words]; arguments as for `Table` and its `filled`."""
+    """Returns one step's table for some parameters, int64 [parameters, words]; arguments are as for `Table` and `filled`."""
     return Table(rows, parameters, [True] * len(rows), key).filled(addresses, coefficients, steps)
 
 
 def second_pass(table: np.ndarray, places: Sequence[int], tensor_scales: Sequence[int]) -> np.ndarray:
-    """Takes the codes of some parameters out of a table, and returns the table that writes them once their amaxes are known.
+    """Moves some parameters' codes from a table to a second one, which is run after their amaxes are known, and returns that.
 
-    `point_to_amaxes` says in both tables where these are.
-
-    Args:
-        table: of `pack`; changed.
-        places: the rows whose formats need the amax of the whole parameter.
-        tensor_scales: the addresses of their tensor scales, 0 of formats that have none.
+    `places` are the rows of `table` (changed) whose formats need the whole parameter's amax; `tensor_scales` are the addresses
+    of their tensor scales, 0 for formats without one. `point_to_amaxes` sets the amaxes' addresses in both tables.
     """
     rows = table.view(_ROW).reshape(-1)
     codes = rows[places]
@@ -211,5 +203,5 @@ def second_pass(table: np.ndarray, places: Sequence[int], tensor_scales: Sequenc
 
 
 def point_to_amaxes(table: np.ndarray, places: Sequence[int], address: int, *, known: bool) -> None:
-    """Says where the amaxes of rows are, int32 one after another: to be raised by the step, or `known` to a second pass."""
+    """Sets the addresses of rows' amaxes, consecutive int32: raised by the step, or `known` to a second pass."""
     table[places, ARRAYS.index("first" if known else "out_scales")] = address + 4 * np.arange(len(places))

@@ -1,10 +1,10 @@
-"""The one switch between kernels and the definition, which give the same bits.
+"""The switch between kernels and the definition, which give the same bits.
 
     with switch.definition_only():
         blockfp.quantize(x, "nvfp4")        # as on a machine where no kernel could be built
 
-It is for tests, and for whoever suspects a kernel. Everything that chooses between the two asks `native.available()` or
-`cuda_library.available()`, and those ask here.
+For tests, and for users who suspect a kernel. All code that chooses between the two asks `native.available()` or
+`cuda_library.available()`, which ask here.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _when_turned: list[Callable[[], Any]] = []
 
 
 def kernels_allowed() -> bool:
-    """False inside of `definition_only`."""
+    """Returns whether kernels may run: False inside `definition_only`."""
     return not _entered
 
 
 @contextmanager
 def definition_only() -> Iterator[None]:
-    """Makes the definition run wherever a kernel would, in all threads, NumPy, PyTorch and JAX, until the block ends.
+    """Runs the definition instead of kernels in NumPy, PyTorch and JAX, in all threads, until the block ends.
 
-    JAX forgets its compiled programs at both ends of the outermost block, because they hold an earlier choice. A program
-    that was compiled ahead of time keeps its own.
+    JAX's compiled programs are dropped at both ends of the outermost block, because they hold the earlier choice. Programs that
+    were compiled ahead of time keep theirs.
     """
     _turn(+1)
     try:
@@ -53,12 +53,12 @@ def _turn(by: int) -> None:
 
 
 def when_turned(forget: Callable[[], Any]) -> None:
-    """Calls a function without arguments whenever the switch is turned, which drops what was worked out before."""
+    """Registers a function that is called whenever the switch turns, to drop cached results."""
     _when_turned.append(forget)
 
 
 def cached(function: _Function) -> _Function:
-    """`functools.cache` for an answer that depends on which kernels there are."""
+    """`functools.cache` for results that depend on the available kernels."""
     kept = cache(function)
     when_turned(kept.cache_clear)
     return kept  # pyright: ignore[reportReturnType]

@@ -1,4 +1,4 @@
-// An AdamW step of one parameter, cut into tiles.
+// Runs an AdamW step of one parameter in tiles.
 #include "run_jobs.h"
 #include "float_mode.h"
 #include "instruction_sets.h"
@@ -7,7 +7,7 @@
 namespace blockfp {
 namespace {
 
-// Gradient, master and moments of an element, read and written: what a tile brings into the cache.
+// Bytes of an element's gradient, master and moments, read and written: the cache footprint of a tile.
 constexpr int kStepBytes = 16;
 
 void set_key(const StepEntry& e, uint32_t what, uint32_t (&key)[2]) {

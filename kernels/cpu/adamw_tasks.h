@@ -1,5 +1,5 @@
-// An AdamW step on a tile: masters and moments a piece of 128 columns at a time, then the codes of the tile, while it is in the
-// cache. Included by each instruction set's file, after quantize_tasks.h.
+// An AdamW step on a tile: masters and moments in pieces of 128 columns, then the tile's codes while it is still in the cache.
+// Included by each instruction set's file, after quantize_tasks.h.
 #pragma once
 
 #include "blockfp/adamw.h"
@@ -8,14 +8,14 @@
 namespace blockfp {
 namespace BLOCKFP_ISA {
 
-// Random bytes of one piece, two an element, for each moment.
+// Random bytes of one piece, two per element, for each moment.
 struct PieceRandom {
   static constexpr int kBytes = 2 * kMomentBlock + 8 + 8 * kLanes;
   const uint8_t *first, *second;
   uint8_t memory[2][kBytes];
 };
 
-// A moment of a piece in fp32, from what it is kept in. Fp8 keeps the second moment's square root.
+// Loads a moment of a piece as fp32 from its storage. Fp8 stores the second moment's square root.
 template <Moments M, bool Second>
 BLOCKFP_HD void load_moment(const void* kept, float scale, int64_t at, float* out) {
   for (int i = 0; i < kMomentBlock; i += kLanes) {
@@ -30,7 +30,7 @@ BLOCKFP_HD void load_moment(const void* kept, float scale, int64_t at, float* ou
   }
 }
 
-// The way back; the scale of an FP8 piece is returned.
+// Stores a moment of a piece; returns the scale of an FP8 piece.
 template <Moments M, bool Second>
 BLOCKFP_HD float store_moment(float* moment, const uint8_t* random, void* kept, int64_t at) {
   if constexpr (M == Moments::kFp32) {
@@ -65,7 +65,7 @@ BLOCKFP_HD float store_moment(float* moment, const uint8_t* random, void* kept, 
   }
 }
 
-// 128 columns. Arrays begin at element `at`; first_scale and second_scale are where the piece's scales are kept.
+// 128 columns. Arrays begin at element `at`, their scales at `scale_at`.
 template <class T, Moments M>
 void step_piece(const StepEntry& e, const StepCoefficients& c, int64_t at, int64_t scale_at, const PieceRandom& random,
                 const void* gradient, float* weight, void* first, void* second, void* out) {
@@ -92,7 +92,7 @@ void step_piece(const StepEntry& e, const StepCoefficients& c, int64_t at, int64
   }
 }
 
-// Fewer than 128 columns: copied into whole pieces and back.
+// Fewer than 128 columns: copied to whole pieces and back.
 template <class T, Moments M>
 void step_part(const StepEntry& e, const StepCoefficients& c, int64_t at, int64_t scale_at, const PieceRandom& random, int64_t n,
                void* out) {

@@ -1,7 +1,7 @@
-// Largest magnitudes, NaN ignored: of blocks, and of the whole tensor. Included by each instruction set's file.
+// Largest magnitudes, ignoring NaN, of blocks and of the whole tensor. Included by each instruction set's file.
 //
-// NaN's patterns are above Inf's. So the largest pattern is found without looking for NaN, and only where it is above Inf
-// are the elements looked at one by one.
+// NaN's patterns are above Inf's. So the largest pattern is found without testing for NaN, and elements are tested one by one
+// only if that pattern is above Inf.
 #pragma once
 
 #include <cstring>
@@ -12,7 +12,7 @@
 namespace blockfp {
 namespace BLOCKFP_ISA {
 
-// A tile's elements, its rows `stride` apart and its columns adjacent.
+// A tile's elements: rows are `stride` apart, columns adjacent.
 template <class T>
 struct Elements {
   const typename T::Raw* data;
@@ -21,14 +21,14 @@ struct Elements {
   const typename T::Raw* row(int64_t r) const { return data + r * stride; }
 };
 
-// Where a tile begins in the input.
+// The tile's first element in the input.
 template <class T>
 BLOCKFP_HD const typename T::Raw* first_of(const Input& x, const Tile& tile) {
   return static_cast<const typename T::Raw*>(x.data) + x.batch_offset(tile.batch) + tile.row * x.row_stride() +
          tile.column * x.column_stride();
 }
 
-// The tile as it lies in the input, or copied to `scratch` where columns are not adjacent.
+// The tile in place, or copied to `scratch` if columns aren't adjacent.
 template <class T>
 Elements<T> elements_of(const Input& x, const Tile& tile, void* scratch) {
   using Raw = typename T::Raw;
@@ -36,7 +36,7 @@ Elements<T> elements_of(const Input& x, const Tile& tile, void* scratch) {
   const Raw* first = first_of<T>(x, tile);
   if (columns == 1 || tile.columns <= 1) return {first, rows};
   Raw* copy = static_cast<Raw*>(scratch);
-  // In squares, so that a cache line is read whole and one is written whole: rows are a large power of two apart, often.
+  // In squares, so that whole cache lines are read and written; rows are often a large power of two apart.
   constexpr int64_t kSide = 32;
   alignas(64) Raw square[kSide][kSide];
   for (int64_t r0 = 0; r0 < tile.rows; r0 += kSide) {
@@ -60,7 +60,7 @@ BLOCKFP_HD int32_t bits_of(uint32_t pattern) {
   return widen<T, float>(static_cast<int32_t>(pattern));
 }
 
-// Largest pattern of some rows and columns, NaN counted as 0.
+// Largest pattern of some rows and columns; NaN counts as 0.
 template <class T>
 uint32_t largest_number(const Elements<T>& x, int64_t row, int64_t rows, int64_t column, int64_t columns) {
   uint32_t most = 0;
@@ -73,11 +73,11 @@ uint32_t largest_number(const Elements<T>& x, int64_t row, int64_t rows, int64_t
   return most;
 }
 
-// Largest magnitude pattern of each column of some rows.
+// Largest magnitude pattern of each column over some rows.
 template <class T>
 void largest_of_columns(const Elements<T>& x, int64_t row, int64_t rows, int64_t columns, typename T::Raw* __restrict__ largest) {
   using Raw = typename T::Raw;
-  // Eight rows at a time: what is largest so far is read and written once for all of them.
+  // Eight rows at a time, so that the running maxima are read and written once for all of them.
   const int64_t end = row + rows;
   const auto larger = [](Raw a, Raw b) { return a > b ? a : b; };
   for (int64_t r = row; r < end; r += 8) {
@@ -93,7 +93,7 @@ void largest_of_columns(const Elements<T>& x, int64_t row, int64_t rows, int64_t
   }
 }
 
-// amax bits and NaN flags of one row of blocks, which is `rows` rows of the tile from `row` on.
+// amax bits and NaN flags of one row of blocks: `rows` rows of the tile, starting at `row`.
 template <class T>
 void amax_of_blocks(const Elements<T>& x, int64_t row, int64_t rows, int64_t columns, int64_t phase, int64_t block,
                     void* scratch, int32_t* amax, int32_t* nan) {
@@ -144,7 +144,7 @@ void tensor_amax_task(const AmaxJob& job, int64_t task, void* scratch) {
   }
 }
 
-// The rows of blocks in a tile, one after the other: calls body(first row in the tile, rows, row of the block grid).
+// Calls body(first row in the tile, number of rows, row of the block grid) for each row of blocks in a tile.
 template <class Body>
 BLOCKFP_HD void for_block_rows(const Format& format, const Tiling& t, const Tile& tile, Body body) {
   const int64_t block_rows = format.per_tensor() ? 1 : format.block_rows;

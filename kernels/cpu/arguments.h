@@ -1,4 +1,4 @@
-// What the exported functions check and read of their arguments, beside blockfp/exports.h.
+// Argument checks of the CPU library, in addition to blockfp/exports.h.
 #pragma once
 
 #include "blockfp/exports.h"

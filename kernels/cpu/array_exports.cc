@@ -1,8 +1,8 @@
-// The library's functions for programs that compute all of their arguments, XLA's: keys, amaxes and tensor scales are arrays, one
-// that is absent has no elements, and arrays are contiguous.
+// The library's functions for programs that compute all of their arguments, such as XLA's: keys, amaxes and tensor scales are
+// arrays, absent ones are empty, and all arrays are contiguous.
 //
-// `ndim` is how many axes one tensor has. Axes before these are vmap's: each of their entries is a tensor of its own, with its
-// own amax, key and tensor scale; an argument that is the same for all has length 1 there.
+// `ndim` is the number of axes of one tensor. Leading axes are vmap's: each entry is a separate tensor with its own amax, key
+// and tensor scale; an argument that is equal for all has length 1 there.
 
 #include <tvm/ffi/tvm_ffi.h>
 
@@ -20,7 +20,7 @@ void check_contiguous(const TensorView& x, const char* name) {
   check(x.IsContiguous(), name, " must be contiguous; it is ", describe(x));
 }
 
-// Whether a stack of tensors is one tensor with more axes: nothing but the blocks' own scales.
+// Whether a stack of tensors can be quantized as one tensor with more axes: only blocks have scales.
 bool is_one_tensor(const Format& format) { return !format.per_tensor() && !format.two_levels(); }
 
 bool same_axes(const TensorView& a, const TensorView& b, int64_t count) {
@@ -31,7 +31,7 @@ bool same_axes(const TensorView& a, const TensorView& b, int64_t count) {
   return true;
 }
 
-// vmap's axes: how many tensors there are, and where each one's part of an argument begins.
+// vmap's axes: the number of tensors, and the offset of each tensor's part of an argument.
 class Stack {
  public:
   Stack(const TensorView& result, int64_t ndim) : lengths_(result.shape().data(), result.shape().data() + axes(result, ndim)) {
@@ -40,7 +40,7 @@ class Stack {
 
   int64_t count() const { return count_; }
 
-  // Elements of one tensor's part, whose axes are the last `ndim`.
+  // Number of elements of one tensor's part, whose axes are the last `ndim`.
   int64_t part(const TensorView& x, int64_t ndim) const {
     int64_t size = 1;
     for (int64_t axis = axes(x, ndim); axis < x.ndim(); ++axis) size *= x.size(axis);
@@ -73,7 +73,7 @@ class Stack {
   int64_t count_ = 1;
 };
 
-// One tensor's shape and strides, perhaps with the last two axes swapped.
+// One tensor's shape and strides, optionally with the last two axes swapped.
 struct Shape {
   std::vector<int64_t> lengths, strides;
 
@@ -132,8 +132,8 @@ void amax_arrays(TensorView x, TensorView blocks, TensorView nan, TensorView ten
   }
 }
 
-// `given` is nothing, the amax of the whole tensor (int32) or, per tensor, the multiplier (float32); `transposed` quantizes x
-// with its last two axes swapped, and `rotated` applies the random Hadamard transform to that first.
+// `given` is empty, the whole tensor's amax (int32), or a per-tensor multiplier (float32). `transposed` quantizes x with its
+// last two axes swapped; `rotated` applies the random Hadamard transform after that.
 void quantize_arrays(TensorView x, TensorView given, TensorView key, TensorView codes, TensorView scales,
                      TensorView tensor_scale, int64_t ndim, int64_t element, int64_t block_rows, int64_t block_columns,
                      int64_t rule, int64_t largest_bits, int64_t eps_bits, int64_t transposed, int64_t rotated) {

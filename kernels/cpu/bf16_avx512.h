@@ -1,7 +1,7 @@
-// bfloat16 with AVX-512: two adjacent units at once, in about two thirds of the steps that single units take.
+// bfloat16 with AVX-512: two adjacent units at once, in about two thirds of the steps of two single units.
 //
-// 32 patterns of 16 bits are 16 lanes of 32: the even and the odd elements are taken apart by a shift and a mask, and their
-// results meet again as the halves of a word. Signs and NaN are put on all 32 at once. Included by row_codes.h.
+// 32 patterns of 16 bits are 16 lanes of 32 bits: a shift and a mask separate even and odd elements, and their results are
+// combined as the halves of a word. Signs and NaN are applied to all 32 at once. Included by row_codes.h.
 #pragma once
 
 #include "lanes_cpu.h"
@@ -10,7 +10,7 @@
 namespace blockfp {
 namespace BLOCKFP_ISA {
 
-// Of the two units, each with its own.
+// Lanes with each of two units' factor.
 BLOCKFP_HD F two_factors(float first, float second) {
   return bit_cast<F>(_mm512_mask_blend_ps(0xFF00, _mm512_set1_ps(first), _mm512_set1_ps(second)));
 }
@@ -36,10 +36,10 @@ BLOCKFP_HD void encode_two_units(const uint16_t* x, float first, float second, u
   store(out, _mm256_mask_mov_epi8(codes, nan, _mm256_set1_epi8(E::kNanCode)));
 }
 
-// fp32 bits rounded to bfloat16, which is left in the upper half.
+// Rounds fp32 bits to bfloat16, in the upper half.
 BLOCKFP_HD I narrow_in_place(I bits) { return bits + 0x7FFF + (shift_right<F>(bits, 16) & 1); }
 
-// bfloat16 patterns of the magnitude codes below the smallest normal, which no shift of the code gives.
+// bfloat16 patterns of magnitude codes below the smallest normal, which a shift of the code doesn't give.
 template <class E>
 struct Subnormals {
   alignas(64) uint16_t patterns[32];

@@ -1,4 +1,4 @@
-// The scales of a row of blocks by 4-over-6. Included by each instruction set's file.
+// Chooses the scales of a row of blocks by 4-over-6. Included by each instruction set's file.
 #pragma once
 
 #include "amax_tasks.h"
@@ -8,17 +8,17 @@
 namespace blockfp {
 namespace BLOCKFP_ISA {
 
-// Some blocks side by side, with the scales that are tried for each: [0] maps the amax to 6, [1] to 4.
+// Adjacent blocks with both candidate scales: [0] maps the amax to 6, [1] to 4.
 struct Tries {
   static constexpr int kBlocks = 16, kCodes = 8;
 
   alignas(64) int32_t stored[2][kBlocks];
   alignas(64) float multipliers[2][kBlocks];
-  alignas(64) float values[kBlocks][2][kCodes];  // what the codes of magnitudes stand for
-  alignas(64) float errors[kBlocks][2][kUnit];   // of one row
-  float sums[kBlocks][2][kFourOverSixSide];      // of the errors of each row of a block
+  alignas(64) float values[kBlocks][2][kCodes];  // values of the magnitudes' codes
+  alignas(64) float errors[kBlocks][2][kUnit];   // errors of one row
+  float sums[kBlocks][2][kFourOverSixSide];      // sums of the errors of each row of a block
 
-  // For blocks with these amaxes, which lie in memory for kBlocks, of `rows` rows.
+  // Starts blocks with these amaxes, an array with room for kBlocks, of `rows` rows.
   template <class E>
   BLOCKFP_HD void begin(const QuantizeJob& job, const int32_t* amax, int64_t blocks, int64_t rows) {
     alignas(64) static constexpr int32_t kBoth[2 * kCodes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -42,7 +42,7 @@ struct Tries {
     }
   }
 
-  // Finds the errors of a row of block b, which has 16 elements.
+  // Computes the errors of a row of block b, which has 16 elements.
   template <class E, class T>
   BLOCKFP_HD void measure(int64_t b, const typename T::Raw* x, ScaleRule rule) {
     for (int v = 0; v < kVectors; ++v) {
@@ -54,7 +54,7 @@ struct Tries {
     }
   }
 
-  // Sums them from the first to the last; of many blocks, so that one sum need not wait for the other.
+  // Sums the errors in order, for many blocks at once so that their sums overlap.
   void sum(int64_t blocks, int64_t row) {
     for (int64_t b = 0; b < blocks; ++b) {
       float six = errors[b][0][0], four = errors[b][1][0];
@@ -67,15 +67,15 @@ struct Tries {
     }
   }
 
-  // Whether block b takes the scale for 4; not where an error is NaN.
+  // Whether block b takes the scale for 4; false if an error is NaN.
   BLOCKFP_HD bool takes_4(int64_t b, int64_t rows) {
     if (rows == 1) return sums[b][1][0] < sums[b][0][0];
     return four_over_six_sum(sums[b][1]) < four_over_six_sum(sums[b][0]);
   }
 };
 
-// Stored scales and multipliers of one row of blocks, from amaxes that `memory` has already. `row_in_block` is where in their
-// blocks these rows begin.
+// Stored scales and multipliers of one row of blocks, from the amaxes in `memory`. `row_in_block` is these rows' offset in
+// their blocks.
 template <class E, class T>
 void choose_scales(const QuantizeJob& job, const Elements<T>& x, const Scratch& memory, int64_t first, int64_t rows,
                    int64_t row_in_block, int64_t columns, int64_t phase, int64_t blocks, int64_t at) {

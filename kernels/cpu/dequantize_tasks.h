@@ -1,4 +1,4 @@
-// Dequantizing a tile: the factors of each row of blocks, then the values of its rows. Included by each instruction set's file.
+// Dequantizes a tile: the factors of each row of blocks, then the values of its rows. Included by each instruction set's file.
 #pragma once
 
 #include "amax_tasks.h"
@@ -9,7 +9,7 @@
 namespace blockfp {
 namespace BLOCKFP_ISA {
 
-// Factors of one row of blocks; whether all are ordinary (see decode_row).
+// Computes the factors of one row of blocks; returns whether all are ordinary (see decode_row).
 template <ScaleRule R>
 bool factors_of_blocks(const DequantizeJob& job, int64_t at, int64_t blocks, Factors* factors) {
   bool ordinary = true;

@@ -1,7 +1,7 @@
-// The library's functions, callable from any language through Apache TVM FFI. Arrays come as DLPack tensors; bfloat16 and
-// NumPy's float16 may come as 16-bit integers, so the dtype is an argument of its own. Outputs are the caller's.
+// The library's functions, callable from any language through Apache TVM FFI. Arrays are DLPack tensors; bfloat16 and NumPy's
+// float16 may be passed as 16-bit integers, so the dtype is a separate argument. Callers allocate the outputs.
 //
-// Callers check formats, shapes and dtypes (blockfp/kernels/native.py); here only what would read or write outside an array is checked.
+// Callers check formats, shapes and dtypes (blockfp/kernels/native.py); only accesses outside of arrays are checked here.
 
 #include <tvm/ffi/tvm_ffi.h>
 
@@ -45,8 +45,8 @@ void amax(TensorView x, TensorView blocks, Optional<TensorView> nan, Optional<Te
            first_column);
 }
 
-// `random`: bytes of each element, 0 to round to nearest. With `keeps` x has 32 bits, and scales and tensor_scale are those of before,
-// which the new ones go on from.
+// `random`: random bytes per element, 0 rounds to nearest. With `keeps`, x is 32 bits wide, and scales and tensor_scale contain
+// the previous ones, which the new ones are derived from.
 void quantize(TensorView x, TensorView codes, TensorView scales, Optional<TensorView> tensor_scale,
               Optional<TensorView> given_blocks, Optional<TensorView> given_nan, Optional<TensorView> given_tensor,
               Optional<TensorView> given_members, int64_t dtype, int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule, int64_t largest,
@@ -117,7 +117,7 @@ void rotate(TensorView x, TensorView out, int64_t dtype) {
   run_rotate({input, rows, x.size(-1), data_of<void>(out)}, batches);
 }
 
-// Rows are StepEntry; their pointers are the caller's word (native.adamw checks the arrays).
+// Rows are StepEntry; their pointers are trusted (native.adamw checks the arrays).
 void adamw(TensorView table) {
   const StepEntry* entries = step_entries(table);
   for (int64_t i = 0; i < table.size(0); ++i) {

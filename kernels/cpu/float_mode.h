@@ -1,7 +1,7 @@
-// The floating-point mode that the arithmetic needs: rounding to nearest, subnormals kept, no traps.
+// Sets the floating-point mode that the arithmetic requires: round to nearest, subnormals enabled, no traps.
 //
-// A host process may have set another in this thread (torch.set_flush_denormal, XLA's thread pool, a numerical library),
-// so each thread saves it, sets ours and puts it back.
+// The host process may have set another mode in this thread (torch.set_flush_denormal, XLA's thread pool, a numerical library),
+// so each thread saves its mode and restores it afterwards.
 #pragma once
 
 #include <cstdint>

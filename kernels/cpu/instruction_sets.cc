@@ -21,7 +21,7 @@ namespace {
 std::vector<const Kernels*> runnable() {
   std::vector<const Kernels*> found;
 #if defined(BLOCKFP_X86)
-  // The operating system's part (saved registers) is in __builtin_cpu_supports too.
+  // __builtin_cpu_supports also tests that the operating system saves the registers.
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("f16c")) {
     found.push_back(&avx512::kernels);

@@ -1,4 +1,4 @@
-// Which instruction sets were compiled in, which this processor has, and which one is in use.
+// The instruction sets that were compiled in, that this processor has, and the one in use.
 #pragma once
 
 #include <string>
@@ -8,13 +8,13 @@
 
 namespace blockfp {
 
-// Names of the instruction sets that can run here, fastest first; "scalar" is always the last.
+// Names of the instruction sets that can run on this machine, fastest first; "scalar" is always the last.
 std::vector<std::string> instruction_sets();
 
-// Uses this one from now on; false where it cannot run here. All give the same bits.
+// Selects an instruction set; returns false if it can't run here. All give the same bits.
 bool use_instruction_set(const std::string& name);
 
-// The kernels in use: by default the fastest.
+// The selected kernels; by default the fastest.
 const Kernels& current_kernels();
 
 }  // namespace blockfp

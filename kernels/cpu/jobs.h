@@ -1,7 +1,7 @@
-// What a call asks for, how it is cut into tasks, and the table of functions that each instruction set offers.
+// Descriptions of calls, their division into tasks, and the table of functions of each instruction set.
 //
-// A task is a tile of one matrix: some rows and some columns that stay in the cache while they are read twice. Tiles begin on
-// block boundaries, so tasks share nothing.
+// A task is a tile of one matrix: rows and columns that stay in the cache while they are read twice. Tiles begin at block
+// boundaries, so tasks share nothing.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +14,10 @@
 
 namespace blockfp {
 
-// How [batches, rows, columns] is cut.
+// Division of [batches, rows, columns] into tiles.
 struct Tiling {
   int64_t batches, rows, columns;
-  int64_t row_phase, column_phase;  // where in its block the first row and column lie
+  int64_t row_phase, column_phase;  // offset of the first row and column in its block
   int64_t tile_rows, tile_columns;  // multiples of the block
   int64_t row_tiles, column_tiles;
   int64_t grid_rows, grid_columns;  // blocks of one matrix
@@ -25,11 +25,11 @@ struct Tiling {
   BLOCKFP_HD int64_t tasks() const { return batches * row_tiles * column_tiles; }
 };
 
-// One task: local coordinates of its elements, and of its first block.
+// One task: local coordinates of its elements and of its first block.
 struct Tile {
   int64_t batch, row, rows, column, columns;
   int64_t column_phase;
-  int64_t grid_column;  // where the tile's first block begins, counted from the grid's
+  int64_t grid_column;  // column of the tile's first block's start, counted from the grid's
 
   BLOCKFP_HD Tile(const Tiling& t, int64_t task) {
     const int64_t column_tile = task % t.column_tiles, row_tile = task / t.column_tiles % t.row_tiles;
@@ -42,7 +42,7 @@ struct Tile {
     grid_column = column_tile * t.tile_columns;
   }
 
-  // Of one row of the block grid: the column of the tile's first block, and how many it has.
+  // For one row of the block grid: the column of the tile's first block, and the number of its blocks.
   BLOCKFP_HD int64_t first_block(const Format& format) const { return grid_column / format.block_columns; }
   BLOCKFP_HD int64_t blocks(const Format& format) const {
     return format.per_tensor() ? 1 : (column_phase + columns + format.block_columns - 1) / format.block_columns;
@@ -52,7 +52,7 @@ struct Tile {
   BLOCKFP_HD static int64_t inside(int64_t at, int64_t size) { return at < 0 ? 0 : (at < size ? at : size); }
 };
 
-// The input, of any strides, counted in elements. Leading axes are counted as one, row-major.
+// The input, with any strides, in elements. Leading axes are flattened, row-major.
 struct Input {
   const void* data;
   int dtype;  // kId of dtypes.h
@@ -76,9 +76,9 @@ struct AmaxJob {
   Format format;
   Tiling tiling;
   Input x;
-  int32_t* blocks;   // fp32 bits for each block
-  int32_t* nan;      // 1 where the block holds a NaN, or null
-  int32_t* tensor;   // one maximum, updated atomically
+  int32_t* blocks;   // fp32 bits, one per block
+  int32_t* nan;      // 1 if the block contains a NaN; or null
+  int32_t* tensor;   // one maximum, raised atomically
 };
 
 struct QuantizeJob {
@@ -88,18 +88,18 @@ struct QuantizeJob {
   uint8_t* codes;
   void* scales;
   const int32_t* given_blocks;  // amaxes reduced elsewhere, or null
-  const int32_t* given_nan;     // null where the element has its own NaN
-  const int32_t* given_members; // 4-over-6: magnitudes of the blocks' elements, or null where x has all of them
+  const int32_t* given_nan;     // null if the element has a NaN
+  const int32_t* given_members; // 4-over-6: magnitudes of the blocks' elements, or null if x contains whole blocks
   int32_t eps_bits;
   int32_t largest;              // replaces an FP8 multiplier that overflows, fp32 bits
-  float multiplier;             // per tensor: the elements'; two levels: the tensor's
+  float multiplier;             // per tensor: of elements; two levels: of the tensor
   float tensor_scale;           // two levels
   int32_t tensor_amax;          // 4-over-6, fp32 bits
-  bool keeps;                   // `scales` hold those of before, which the new ones go on from (blockfp/kept_scales.h)
-  KeptTensorScale kept;         // likewise, of two levels
-  int random;                   // random bytes of an element: 0 to round to nearest, 1, 2
+  bool keeps;                   // `scales` contain the previous ones, from which new ones follow (blockfp/kept_scales.h)
+  KeptTensorScale kept;         // the same with two levels
+  int random;                   // random bytes per element: 0 rounds to nearest, 1, 2
   uint32_t key0, key1;
-  int64_t first_row, first_column, index_rows, index_columns;  // where x lies in the unsharded array
+  int64_t first_row, first_column, index_rows, index_columns;  // offset of x in the unsharded array, and its lengths
 };
 
 struct DequantizeJob {
@@ -118,7 +118,7 @@ struct RotateJob {
   void* out;
 };
 
-// An AdamW step of one parameter; `quantize` says how its codes are made from the masters, where it has any to make.
+// An AdamW step of one parameter; `quantize` describes the quantization of its masters, if it has codes.
 struct StepJob {
   StepEntry entry;
   Tiling tiling;
@@ -126,8 +126,8 @@ struct StepJob {
   uint32_t first_key[2], second_key[2];
 };
 
-// Tasks run in any order, on any thread; `scratch` has Scratch::bytes of the tiling, 64-byte aligned. `next` is the task that
-// this thread runs after this one (there may be none: it is then not below the number of tasks).
+// Tasks run in any order, on any thread. `scratch` has Scratch::bytes of the tiling, 64-byte aligned. `next` is this thread's
+// following task; if there is none, it is at least the number of tasks.
 struct Kernels {
   const char* name;
   void (*tensor_amax)(const AmaxJob&, int64_t task, void* scratch);
@@ -138,15 +138,15 @@ struct Kernels {
   void (*step)(const StepJob&, int64_t task, int64_t next, void* scratch);
 };
 
-// The pieces of a task's scratch memory.
+// The parts of a task's scratch memory.
 struct Scratch {
-  void* gathered;       // the tile's elements, where the input's columns are not adjacent
-  void* largest;        // largest magnitude of each column of a row of blocks
-  int32_t* amax;        // of each block; these five have room for 16 more
+  void* gathered;       // the tile's elements, if the input's columns aren't adjacent
+  void* largest;        // largest magnitude in each column of a row of blocks
+  int32_t* amax;        // one per block; these five have room for 16 more
   int32_t* nan;
   int32_t* stored;
   float* multipliers;
-  float* factors;       // two for each block
+  float* factors;       // two per block
   uint8_t* codes;
   uint8_t* random;
 
@@ -164,13 +164,13 @@ struct Scratch {
     gathered = next;
   }
 
-  // Size for a tiling, with or without the copy of a tile whose columns are not adjacent.
+  // Size for a tiling, with or without the copy of a tile whose columns aren't adjacent.
   BLOCKFP_HD static int64_t bytes(const Tiling& t, bool gather) {
     return 28 * (t.tile_columns / 16 + 32) + 7 * t.tile_columns + 2048 + (gather ? 4 * t.tile_rows * t.tile_columns : 0);
   }
 
  private:
-  // Each piece with some room to spare, for stores of whole vectors.
+  // Each part has some spare room, for stores of whole vectors.
   BLOCKFP_HD static char* take(char*& next, int64_t bytes) {
     char* piece = next;
     next += (bytes + 127) / 64 * 64;

@@ -1,4 +1,5 @@
-// The table of one instruction set: every element, dtype and rounding, instantiated. Included by avx512.cc, avx2.cc, scalar.cc.
+// The function table of one instruction set, instantiated for every element, dtype and rounding. Included by avx512.cc,
+// avx2.cc, scalar.cc.
 #pragma once
 
 #include "adamw_tasks.h"
@@ -40,7 +41,7 @@ void dequantize(const DequantizeJob& job, int64_t task, void* scratch) {
   });
 }
 
-// One row rotated in groups of 16; a tail of fewer than 16 is copied.
+// Rotates one row in groups of 16; copies a tail of fewer than 16.
 void rotate(const RotateJob& job, int64_t row) {
   with_dtype(job.x.dtype, [&](auto dtype) {
     using T = decltype(dtype);
@@ -65,7 +66,7 @@ void rotate(const RotateJob& job, int64_t row) {
   });
 }
 
-// One tile of a step, its codes included.
+// One tile of a step, including its codes.
 void step(const StepJob& job, int64_t task, int64_t next, void* scratch) {
   const Tile tile(job.tiling, task);
   with_dtype(job.entry.gradient_dtype, [&](auto dtype) {

@@ -1,7 +1,7 @@
-// The lane types of the instruction set that this file is compiled for, and the few operations that have an instruction
-// of their own: 16 elements at a time ("a unit") loaded as fp32, stored as codes, compared for the largest magnitude.
+// The lane types of the instruction set that this file is compiled for, and operations with special instructions: 16 elements
+// at a time ("a unit") are loaded as fp32, stored as codes, or compared for the largest magnitude.
 //
-// Included once by each of avx512.cc, avx2.cc and scalar.cc, inside no namespace; BLOCKFP_ISA names theirs.
+// Included once by each of avx512.cc, avx2.cc and scalar.cc, outside of any namespace; BLOCKFP_ISA names theirs.
 #pragma once
 
 #include <cstring>
@@ -61,7 +61,7 @@ BLOCKFP_HD void store(void* p, V v) {
   __builtin_memcpy(p, &v, sizeof(V));
 }
 
-// kLanes unsigned bytes as integers.
+// Loads kLanes unsigned bytes as integers.
 BLOCKFP_HD I load_bytes(const uint8_t* p) {
 #if defined(__AVX512BW__)
   return bit_cast<I>(_mm512_cvtepu8_epi32(load<__m128i>(p)));
@@ -72,7 +72,7 @@ BLOCKFP_HD I load_bytes(const uint8_t* p) {
 #endif
 }
 
-// kLanes unsigned halves of words, at any address, as integers.
+// Loads kLanes unsigned 16-bit integers, at any address, as integers.
 BLOCKFP_HD I load_halves(const uint8_t* p) {
 #if defined(__AVX512BW__)
   return bit_cast<I>(_mm512_cvtepu16_epi32(load<__m256i>(p)));
@@ -83,7 +83,7 @@ BLOCKFP_HD I load_halves(const uint8_t* p) {
 #endif
 }
 
-// Entries of a table of eight.
+// Looks up entries of a table of eight.
 BLOCKFP_HD F look_up_eight(const float* table, I index) {
 #if defined(__AVX512BW__)
   return bit_cast<F>(_mm512_permutexvar_ps(bit_cast<__m512i>(index), _mm512_broadcast_f32x8(load<__m256>(table))));
@@ -94,7 +94,7 @@ BLOCKFP_HD F look_up_eight(const float* table, I index) {
 #endif
 }
 
-// kLanes patterns of T as fp32.
+// Loads kLanes patterns of T as fp32.
 template <class T>
 BLOCKFP_HD F load_floats(const typename T::Raw* p) {
   if constexpr (T::kId == Fp32::kId) {
@@ -114,7 +114,7 @@ BLOCKFP_HD F load_floats(const typename T::Raw* p) {
   }
 }
 
-// Codes of one unit, of which the low bytes count.
+// Stores the low bytes of one unit's codes.
 BLOCKFP_HD void store_codes(const I (&codes)[kVectors], uint8_t* out) {
 #if defined(__AVX512BW__)
   store(out, _mm512_cvtepi32_epi8(bit_cast<__m512i>(codes[0])));
@@ -129,7 +129,7 @@ BLOCKFP_HD void store_codes(const I (&codes)[kVectors], uint8_t* out) {
 #endif
 }
 
-// kLanes fp32 values, NaN canonical, rounded once to T.
+// Stores kLanes fp32 values rounded once to T, with canonical NaN.
 template <class T>
 BLOCKFP_HD void store_floats(F x, typename T::Raw* out) {
   I bits = canonical<F>(to_bits(x));

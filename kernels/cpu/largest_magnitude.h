@@ -1,6 +1,6 @@
-// The largest magnitude pattern of some adjacent elements. Included by each instruction set's file, after lanes_cpu.h.
+// The largest magnitude pattern of adjacent elements. Included by each instruction set's file, after lanes_cpu.h.
 //
-// A pattern without its sign bit is an integer that is larger the larger the magnitude is, with NaN above Inf.
+// Patterns without their sign bits, as integers, order like the magnitudes, with NaN above Inf.
 #pragma once
 
 #include "lanes_cpu.h"
@@ -8,8 +8,8 @@
 namespace blockfp {
 namespace BLOCKFP_ISA {
 
-// Largest magnitude pattern of n elements, NaN counted as the number its bits are. `Ahead` asks memory for what follows: for
-// a pass that does nothing else.
+// Largest magnitude pattern of n elements; NaN counts by its bits. `Ahead` prefetches following memory, for passes that do
+// nothing else.
 template <class T, bool Ahead = false>
 BLOCKFP_HD uint32_t largest_pattern(const typename T::Raw* p, int64_t n) {
   [[maybe_unused]] constexpr int64_t kAhead = 4096 / sizeof(typename T::Raw);
@@ -49,7 +49,7 @@ BLOCKFP_HD uint32_t largest_pattern(const typename T::Raw* p, int64_t n) {
         half = _mm256_max_epu16(half, _mm256_and_si256(load<__m256i>(p + i), mask));
       }
       eighth = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-      // The one horizontal instruction is a minimum.
+      // The only horizontal instruction is a minimum.
       eighth = _mm_minpos_epu16(_mm_xor_si128(eighth, _mm_set1_epi16(-1)));
       most = static_cast<uint32_t>(~_mm_cvtsi128_si32(eighth)) & 0xFFFF;
     }
@@ -63,7 +63,7 @@ BLOCKFP_HD uint32_t largest_pattern(const typename T::Raw* p, int64_t n) {
 }
 
 #if defined(__AVX512BW__) || defined(__AVX2__)
-// Eight maxima, not yet taken of each other, of a block of 16-bit patterns; its length is a multiple of 16.
+// Eight partial maxima of a block of 16-bit patterns, whose length is a multiple of 16.
 template <class T>
 BLOCKFP_HD __m128i eighths_of_block(const uint16_t* p, int64_t length) {
   __m256i half;
@@ -85,9 +85,10 @@ BLOCKFP_HD __m128i eighths_of_block(const uint16_t* p, int64_t length) {
   return _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
 }
 
-// amax bits of eight adjacent blocks of 16-bit elements, to amax[0..7]; false, and nothing written, where one holds a NaN.
+// Writes the amax bits of eight adjacent blocks of 16-bit elements to amax[0..7]; returns false, and writes nothing, if one
+// contains a NaN.
 //
-// The maxima of the eight are taken together: each step interleaves two vectors and halves what is left of each block.
+// The eight maxima are reduced together: each step interleaves two vectors and halves the partial maxima of each block.
 template <class T>
 BLOCKFP_HD bool amax_of_eight(const uint16_t* p, int64_t length, int32_t* amax) {
   __m128i step[8];

@@ -1,4 +1,4 @@
-// Rows of codes, one a byte, packed into 4 or 6 bits, and back.
+// Packs rows of codes, one per byte, into 4 or 6 bits, and unpacks them.
 //
 // Included by each instruction set's file, after lanes_cpu.h.
 #pragma once
@@ -8,7 +8,7 @@
 namespace blockfp {
 namespace BLOCKFP_ISA {
 
-// Packs n codes; bytes past the row are not touched.
+// Packs n codes; doesn't write past the row.
 template <int Bits>
 BLOCKFP_HD void pack_row(const uint8_t* codes, int64_t n, uint8_t* out) {
   constexpr int kGroup = Packing<Bits>::kGroup, kBytes = Packing<Bits>::kGroupBytes;
@@ -24,7 +24,7 @@ BLOCKFP_HD void pack_row(const uint8_t* codes, int64_t n, uint8_t* out) {
   } else {
     const __m128i pairs = _mm_set1_epi16(0x4001), fours = _mm_set1_epi32(0x10000001);
     const __m128i three_of_four = _mm_setr_epi8(0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, -1, -1, -1, -1);
-    // A store of 16 bytes for 12: the next group's, or at least 4 more of this row's, follow.
+    // Stores 16 bytes for 12: at least 4 more bytes of this row follow.
     for (; i + 24 <= n; i += 16, out += 12) {
       __m128i words = _mm_madd_epi16(_mm_maddubs_epi16(load<__m128i>(codes + i), pairs), fours);
       store(out, _mm_shuffle_epi8(words, three_of_four));
@@ -39,7 +39,7 @@ BLOCKFP_HD void pack_row(const uint8_t* codes, int64_t n, uint8_t* out) {
   }
 }
 
-// Unpacks n codes; writes up to 3 bytes more.
+// Unpacks n codes; may write up to 3 bytes more.
 template <int Bits>
 BLOCKFP_HD void unpack_row(const uint8_t* packed, int64_t n, uint8_t* codes) {
   constexpr int kGroup = Packing<Bits>::kGroup, kBytes = Packing<Bits>::kGroupBytes;
@@ -55,7 +55,7 @@ BLOCKFP_HD void unpack_row(const uint8_t* packed, int64_t n, uint8_t* codes) {
     }
   } else {
     const __m128i spread = _mm_setr_epi8(0, 1, 2, -1, 3, 4, 5, -1, 6, 7, 8, -1, 9, 10, 11, -1);
-    // A load of 16 bytes for 12: at least 4 more of this row follow.
+    // Loads 16 bytes for 12: at least 4 more bytes of this row follow.
     for (; i + 24 <= n; i += 16, packed += 12) {
       __m128i words = _mm_shuffle_epi8(load<__m128i>(packed), spread);
       __m128i first = _mm_and_si128(words, _mm_set1_epi32(0x3F));

@@ -1,5 +1,4 @@
-// Quantizing a tile: for each row of blocks the amaxes, from them the scales, with those the codes. Included by each
-// instruction set's file.
+// Quantizes a tile: for each row of blocks the amaxes, then scales, then codes. Included by each instruction set's file.
 #pragma once
 
 #include "amax_tasks.h"
@@ -45,7 +44,7 @@ void scales_of_blocks(const QuantizeJob& job, const Scratch& memory, int64_t blo
   write_scales<E, R>(job, memory, blocks, at);
 }
 
-// Those that go on from the scales of before, one after another.
+// Derives a row's scales from the previous ones, one by one.
 template <class E>
 void kept_scales_of_blocks(const QuantizeJob& job, const Scratch& memory, int64_t blocks, int64_t at) {
   const ScaleRule rule = job.format.rule;
@@ -91,11 +90,11 @@ BLOCKFP_HD void scales_by_rule(const QuantizeJob& job, const Scratch& memory, in
     case ScaleRule::kFourOverSix448:
     case ScaleRule::kFourOverSixMse:
     case ScaleRule::kFourOverSix448Mse:
-      return write_scales<E, ScaleRule::kE4m3>(job, memory, blocks, at);  // `choose_scales` has made them
+      return write_scales<E, ScaleRule::kE4m3>(job, memory, blocks, at);  // `choose_scales` has computed them
   }
 }
 
-// The number of places that take a column to its block: a shift, for blocks are powers of two; one block for all columns is 62.
+// Right shift from a column to its block, since block lengths are powers of two; 62 if all columns are one block.
 BLOCKFP_HD int block_shift(const Format& format) {
   return format.per_tensor() ? 62 : __builtin_ctz(static_cast<unsigned>(format.block_columns));
 }
@@ -121,7 +120,7 @@ void quantize_task(const QuantizeJob& job, int64_t task, int64_t next, void* scr
         amax_of_blocks(x, first, rows, tile.columns, tile.column_phase, job.format.block_columns, memory.largest,
                        memory.amax, memory.nan);
       }
-      // Vectors read beyond the last block.
+      // Vector loads read beyond the last block.
       memset(memory.amax + blocks, 0, 16 * sizeof(*memory.amax));
       if constexpr (E::kId == E2M1::kId) {
         if (job.format.four_over_six() && !job.keeps) {

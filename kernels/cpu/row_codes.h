@@ -1,7 +1,7 @@
-// One row of a matrix: its codes from its blocks' multipliers, its values from its codes, its random bytes.
+// One row of a matrix: codes from the blocks' multipliers, values from codes, and random bytes.
 //
-// A row is cut into units of 16 elements, counted from the unsharded row's start (`phase` is where this row begins in its
-// block), so that a unit never lies in two blocks. Included by each instruction set's file, after lanes_cpu.h.
+// A row is divided into units of 16 elements, counted from the start of the unsharded row (`phase` is this row's offset in its
+// block), so that a unit is never in two blocks. Included by each instruction set's file, after lanes_cpu.h.
 #pragma once
 
 #include "blockfp/scales.h"
@@ -12,7 +12,8 @@
 namespace blockfp {
 namespace BLOCKFP_ISA {
 
-// Codes of a unit, all of one block. Here and below `Random` is how many random bytes an element has: none, to round to nearest, one or two.
+// Codes of a unit, all in one block. Here and below, `Random` is the number of random bytes per element: 0 rounds to nearest,
+// else 1 or 2.
 template <class E, class T, int Random>
 BLOCKFP_HD void encode_unit(const typename T::Raw* x, float multiplier, const uint8_t* random, uint8_t* out) {
   const F factor = splat<F>(multiplier);
@@ -40,8 +41,8 @@ BLOCKFP_HD void encode_part(const typename T::Raw* x, int64_t n, float multiplie
   for (int64_t i = 0; i < n; ++i) out[i] = codes[i];
 }
 
-// Codes of n elements, one a byte. Element i has the multiplier of block (phase + i) >> shift. `ahead` is a row that is read
-// soon: encoding is bound by arithmetic, and memory can work for it meanwhile.
+// Codes of n elements, one per byte. Element i has the multiplier of block (phase + i) >> shift. `ahead` is a row that is read
+// soon: encoding is bound by arithmetic, so prefetching it is free.
 template <class E, class T, int Random>
 BLOCKFP_HD void encode_row(const typename T::Raw* x, int64_t n, const float* multipliers, int64_t phase, int shift,
                            const typename T::Raw* ahead, const uint8_t* random, uint8_t* out) {
@@ -66,8 +67,8 @@ BLOCKFP_HD void encode_row(const typename T::Raw* x, int64_t n, const float* mul
   }
 }
 
-// A decode scale as two factors, applied one after the other: a subnormal scale would cost microcode for every element, and
-// all-zero blocks have one. The first factor is exact.
+// A decode scale as two factors, applied one after the other: multiplying by a subnormal scale takes microcode for every
+// element, and all-zero blocks have one. The first factor is exact.
 struct Factors {
   float first, second;
 };
@@ -100,8 +101,8 @@ BLOCKFP_HD void decode_part(const uint8_t* codes, int64_t n, Factors factors, ty
   for (int64_t i = 0; i < n; ++i) out[i] = values[i];
 }
 
-// Values of n codes, one a byte; factors as the multipliers of encode_row. `ordinary`: no factor is zero, subnormal, Inf or
-// NaN.
+// Values of n codes, one per byte; factors are indexed like the multipliers of encode_row. `ordinary`: no factor is zero,
+// subnormal, Inf or NaN.
 template <class E, class T>
 BLOCKFP_HD void decode_row(const uint8_t* codes, int64_t n, const Factors* factors,
                            [[maybe_unused]] bool ordinary, int64_t phase, int shift, typename T::Raw* out) {
@@ -120,7 +121,7 @@ BLOCKFP_HD void decode_row(const uint8_t* codes, int64_t n, const Factors* facto
   if (i < n) decode_part<E, T>(codes + i, n - i, factors[(phase + i) >> shift], out + i);
 }
 
-// Random bytes of elements index .. index + n of the unsharded array, `Random` of each. Returns where in `buffer` they begin; it has
+// Random bytes of elements index .. index + n of the unsharded array, `Random` each. Returns their start in `buffer`, which has
 // room for n * Random + 8 + 8 * kLanes bytes.
 template <int Random>
 BLOCKFP_HD const uint8_t* random_row(uint32_t k0, uint32_t k1, uint64_t index, int64_t n, uint8_t* buffer) {

@@ -11,10 +11,10 @@
 namespace blockfp {
 namespace {
 
-// A tile is read twice: it stays in the second-level cache. Its rows are as long as that allows, for the prefetcher's sake.
+// A tile is read twice, so it has to stay in the second-level cache. Rows are as long as that allows, for the prefetcher.
 constexpr int64_t kTileBytes = 1 << 18;
 constexpr int64_t kLongestRow = 1 << 13;
-// Blocks of many rows would leave short ones. Long rows from the third-level cache are faster, where the tiles are still enough
+// Blocks of many rows would make rows short. Long rows from the third-level cache are faster, if there are still enough tiles
 // for all threads.
 constexpr int64_t kBandBytes = 1 << 22;
 constexpr int64_t kBandsPerThread = 4;
@@ -62,7 +62,7 @@ Tiling make_tiling(const Format& format, int64_t batches, int64_t rows, int64_t 
   t.column_phase = format.per_row() ? 0 : first_column % block_columns;
   t.grid_rows = rows == 0 ? 0 : up(t.row_phase + rows, block_rows);
   t.grid_columns = columns == 0 ? 0 : up(t.column_phase + columns, block_columns);
-  // Tiles begin on block boundaries, and packed codes can only be cut between bytes.
+  // Tiles begin at block boundaries, and packed codes can only be split between bytes.
   const bool cut = !format.per_row() && (code_row_bytes(format.element, 4) == 4 || t.column_phase % 4 == 0);
   const auto widest_of = [&](int64_t bytes) {
     return std::clamp<int64_t>(bytes / (block_rows * element_bytes) / 128 * 128, 128, kLongestRow);

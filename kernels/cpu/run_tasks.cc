@@ -15,7 +15,7 @@
 namespace blockfp {
 namespace {
 
-// A thread costs about 20 us to start; a core moves 8 GB/s or more.
+// Starting a thread costs about 20 us; a core moves at least 8 GB/s.
 constexpr int64_t kBytesPerThread = 1 << 19;
 
 std::atomic<int> most_threads{0};
@@ -67,13 +67,13 @@ void run_tasks(int64_t tasks, int64_t work, int64_t scratch_bytes,
       task = next;
     }
   };
-  // Threads live as long as the call: a pool would not survive fork, which data loaders use.
+  // Threads live only during the call: a pool wouldn't survive fork, which data loaders use.
   std::vector<std::thread> helpers;
   for (int64_t i = 1; i < threads; ++i) {
     try {
       helpers.emplace_back(worker, i);
     } catch (const std::system_error&) {
-      break;  // no more threads to be had: those that are there do the work
+      break;  // no more threads available: the existing ones do the work
     }
   }
   worker(0);

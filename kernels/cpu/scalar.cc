@@ -1,4 +1,4 @@
-// The kernels for whatever the compiler targets by default: the shared headers, one element at a time.
+// The kernels for the compiler's default target: the shared headers with one element per lane type.
 #define BLOCKFP_ISA scalar
 #define BLOCKFP_ISA_NAME "scalar"
 

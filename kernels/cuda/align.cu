@@ -1,10 +1,10 @@
-// MX operands aligned to one power of two for each 128 contracted elements, bit for bit as blockfp/definition/alignment.py says.
+// Aligns MX operands to one power of two per 128 contracted elements, with the bits of blockfp/definition/alignment.py.
 //
 //   align(codes, scales, out, out_scales, element, block_rows, columns, turned)
-//       codes: uint8 [.., rows, bytes], of `columns` packed codes a row; scales: E8M0, in blocks of 1x32 or 32x32. out: FP8 codes, uint8
-//       [.., rows, columns filled up to a multiple of 16 with zeros]; out_scales: float32 [.., columns / 128, rows filled up to a multiple
-//       of 4], as `product` takes them ordered (products/product_exports.cu). turned: the same of the transposed matrix, of blocks of
-//       32x32: out [.., columns, rows filled up], out_scales [.., rows / 128, columns filled up].
+//       codes: uint8 [.., rows, bytes], with `columns` packed codes per row; scales: E8M0, in blocks of 1x32 or 32x32. out: FP8 codes, uint8
+//       [.., rows, columns padded with zeros to a multiple of 16]; out_scales: float32 [.., columns / 128, rows padded to a multiple of 4],
+//       in the order of `product` (products/product_exports.cu). turned: the same for the transposed matrix, in blocks of 32x32:
+//       out [.., columns, rows padded], out_scales [.., rows / 128, columns padded].
 #include "aligned.cuh"
 #include "blockfp/packing.h"
 #include "codes.cuh"
@@ -24,13 +24,13 @@ struct AlignArguments {
   uint8_t* out;
   float* out_scales;
   int64_t rows, columns;
-  int64_t bands, groups;  // of 32 rows and of 128 columns
-  int64_t bytes, blocks;  // of a row: of packed codes, and scales
+  int64_t bands, groups;  // of 32 rows, and of 128 columns
+  int64_t bytes, blocks;  // per row: bytes of packed codes, and scales
   int64_t out_columns, out_rows;
-  bool vectors;           // whether rows begin where a thread's codes can be read as words
+  bool vectors;           // whether a thread's codes can be read as words
 };
 
-// A power of two as factors that fp16 has, 2^-24 to 2^15: two reach all that E4M3 needs, three E5M2.
+// A power of two as factors within fp16's range, 2^-24 to 2^15: E4M3 needs two, E5M2 three.
 template <class Target>
 struct Power {
   uint32_t factors[Target::kId == E4M3::kId ? 2 : 3];
@@ -44,17 +44,17 @@ struct Power {
   }
 };
 
-// Four FP8 codes times a power of two, rounded to nearest.
+// Multiplies four FP8 codes by a power of two, rounded to nearest.
 template <class Target>
 __device__ __forceinline__ uint32_t shifted_any(uint32_t codes, const Power<Target>& by) {
   const uint32_t out = shifted<Target>(codes, by.factors);
   if constexpr (Target::kId == E4M3::kId) return out;
-  // The conversion saturates infinities.
+  // The conversion saturates infinities, so restore them.
   const uint32_t infinite = __vcmpeq4(codes & 0x7F7F7F7Fu, 0x7C7C7C7Cu);
   return (out & ~infinite) | (codes & infinite);
 }
 
-// Sixteen codes, packed; of rows that are no vectors those in the first `bytes` bytes.
+// Loads sixteen packed codes; if rows aren't vectors, only the first `bytes` bytes.
 template <class E>
 __device__ __forceinline__ void load_packed(const uint8_t* from, int bytes, bool vectors, uint32_t (&packed)[E::kBits / 2]) {
   if (!vectors) {
@@ -71,7 +71,7 @@ __device__ __forceinline__ void load_packed(const uint8_t* from, int bytes, bool
   }
 }
 
-// They as bytes, those from `count` on zero.
+// Unpacks them to bytes; codes from `count` on become zero.
 template <class E>
 __device__ __forceinline__ void unpack(const uint32_t (&packed)[E::kBits / 2], int count, uint32_t (&words)[4]) {
 #pragma unroll
@@ -85,7 +85,7 @@ __device__ __forceinline__ void unpack(const uint32_t (&packed)[E::kBits / 2], i
   }
 }
 
-// A block of threads aligns 32 rows of 128 columns, a thread 16 codes of a row.
+// A thread block aligns 32 rows of 128 columns; a thread has 16 codes of a row.
 template <class E, bool Square>
 __global__ void __launch_bounds__(kAlignThreads) align_kernel(const __grid_constant__ AlignArguments a) {
   using Target = AlignedElement<E>;
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kAlignThreads) align_kernel(const __grid_const
   if (row < a.rows && column < a.out_columns) {
     *reinterpret_cast<uint4*>(a.out + (batch * a.rows + row) * a.out_columns + column) = {words[0], words[1], words[2], words[3]};
   }
-  // All rows of scales in whole sectors.
+  // Writes all rows of scales in whole sectors.
   if (chunk == 0) line[in_band] = shared_scale(shared);
   __syncthreads();
   const int64_t out_row = band * kAlignRows + threadIdx.x;
@@ -150,12 +150,12 @@ __global__ void __launch_bounds__(kAlignThreads) align_kernel(const __grid_const
 
 constexpr int kTurnedRows = 256, kTurnedColumns = kAlignColumns, kTurnedGroups = kTurnedRows / 128;
 
-// The transposed matrix, aligned: a block of threads has a tile, a thread eight rows of sixteen codes, a warp 32 rows.
+// Aligns the transposed matrix: a thread block has a tile, a thread eight rows of sixteen codes, a warp 32 rows.
 template <class E>
 __global__ void __launch_bounds__(kAlignThreads) align_turned(const __grid_constant__ AlignArguments a) {
   using Target = AlignedElement<E>;
   constexpr int kWarps = kAlignThreads / 32, kBlocks = kTurnedColumns / 32;
-  // A vector more for each thread's lines keeps threads side by side out of one another's banks.
+  // Padding by a vector per thread's lines keeps adjacent threads in different banks.
   constexpr int kBytes = kTurnedRows, kPad = 16;
   __shared__ __align__(16) uint8_t lines[kTurnedColumns * kBytes + kChunks * kPad];
   __shared__ int highest[kWarps][kBlocks];
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kAlignThreads) align_turned(const __grid_const
       load_packed<E>(from, row + r < a.rows ? bytes : 0, vectors, packed[r]);
     }
   };
-  // One or the other without branches, so that many loads are under way at once.
+  // Either loop has no branches, so that many loads are in flight.
   a.vectors ? load(true) : load(false);
   uint32_t most = 0;
 #pragma unroll

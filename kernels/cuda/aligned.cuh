@@ -1,5 +1,5 @@
-// The arithmetic of aligned MX operands, bit for bit as blockfp/definition/alignment.py says: how align.cu shifts codes that lie in memory,
-// and quantize/quantize_aligned.cuh codes that it has just made.
+// Arithmetic of aligned MX operands, with the bits of blockfp/definition/alignment.py: align.cu shifts stored codes, and
+// quantize/quantize_aligned.cuh shifts codes that it has just computed.
 #pragma once
 
 #include <type_traits>
@@ -9,20 +9,20 @@
 namespace blockfp {
 namespace cuda {
 
-// What codes of E become.
+// The element that codes of E are aligned to.
 template <class E>
 using AlignedElement = std::conditional_t<E::kId == E5M2::kId, E5M2, E4M3>;
 
-// `widened` codes stand for 2^-lift of their value.
+// `widened` codes represent 2^-lift times their value.
 template <class E>
 constexpr int kLift = AlignedElement<E>::kBias - E::kBias;
 
 // Below any exponent.
 constexpr int kNone = -1024;
 
-constexpr int kAlignedUnit = 16;  // codes that rows are filled up to
+constexpr int kAlignedUnit = 16;  // rows are padded to a multiple of this many codes
 
-// An FP8 code's exponent, plus 1 where its significand is above 1.75, which E4M3's largest exponent doesn't hold.
+// An FP8 code's exponent, plus 1 if its significand is above 1.75, which E4M3's largest exponent can't represent.
 template <class Target>
 __device__ __forceinline__ int exponent_of(int magnitude) {
   constexpr int kBits = Target::kMantissaBits, kLast = (1 << kBits) - 1;
@@ -32,7 +32,7 @@ __device__ __forceinline__ int exponent_of(int magnitude) {
   return (magnitude >> kBits) - Target::kBias + carry;
 }
 
-// The stored exponent that blocks share, of the largest of theirs; and its scale.
+// The stored exponent that blocks share, given the largest of theirs; and its scale.
 template <class Target>
 __device__ __forceinline__ int shared_exponent(int highest) {
   return max(highest - Target::kEmax, 0);
@@ -41,15 +41,15 @@ __device__ __forceinline__ float shared_scale(int shared) {
   return __uint_as_float(shared == 0 ? 0x400000u : static_cast<uint32_t>(shared) << 23);
 }
 
-// 2^exponent in fp16, for -24 .. 15.
+// 2^exponent in fp16, for exponents -24 .. 15.
 __device__ __forceinline__ uint32_t half_of_power(int exponent) { return exponent >= -14 ? (exponent + 15) << 10 : 1u << (exponent + 24); }
 
-// Four codes of 24 bits, each in the low bits of a byte.
+// Spreads four 6-bit codes (24 bits) to the low bits of bytes.
 __device__ __forceinline__ uint32_t spread_six(uint32_t codes) {
   return (codes & 0x3Fu) | ((codes & 0xFC0u) << 2) | ((codes & 0x3F000u) << 4) | ((codes & 0xFC0000u) << 6);
 }
 
-// Eight packed codes, each in the low bits of a byte.
+// Spreads eight packed codes to the low bits of bytes.
 template <class E>
 __device__ __forceinline__ uint2 bytes_of_eight(uint2 packed) {
   if constexpr (E::kBits == 8) return packed;
@@ -58,7 +58,8 @@ __device__ __forceinline__ uint2 bytes_of_eight(uint2 packed) {
   return {__byte_perm(even, odd, 0x5140), __byte_perm(even, odd, 0x7362)};
 }
 
-// Codes of E in the low bits of four bytes as E4M3 codes of 2^-lift of their value, by moving bits; subnormals too.
+// Converts codes of E in the low bits of four bytes to E4M3 codes of 2^-lift times their value, by moving bits; also for
+// subnormals.
 template <class E>
 __device__ __forceinline__ uint32_t widened(uint32_t codes) {
   if constexpr (E::kBits == 8) return codes;
@@ -66,14 +67,14 @@ __device__ __forceinline__ uint32_t widened(uint32_t codes) {
   return ((codes & (kSign * kOnes)) << (8 - E::kBits)) | ((codes & ((kSign - 1) * kOnes)) << (3 - E::kMantissaBits));
 }
 
-// The first `count` of four bytes, which may be more or negative.
+// The first `count` of four bytes; count may be above 4 or negative.
 __device__ __forceinline__ uint32_t first_bytes(uint32_t bytes, int count) {
   const int left = min(max(count, 0), 4);
   return left == 4 ? bytes : bytes & ((1u << (8 * left)) - 1);
 }
 
-// Four FP8 codes times a power of two, rounded to nearest. The power comes as factors in fp16, each in both halves of a word; what products
-// of halves lose lies far below what rounds to the smallest code.
+// Multiplies four FP8 codes by a power of two, rounded to nearest. The power is a list of fp16 factors, each in both halves of
+// a word; what the fp16 products lose is far below what rounds to the smallest code.
 template <class Target, int Count>
 __device__ __forceinline__ uint32_t shifted(uint32_t codes, const uint32_t (&factors)[Count]) {
 #if __CUDA_ARCH__ >= 890
@@ -102,7 +103,7 @@ __device__ __forceinline__ uint32_t shifted(uint32_t codes, const uint32_t (&fac
   }
   return out;
 #else
-  return codes;  // Only devices with FP8 matrix units multiply such operands.
+  return codes;  // only devices with FP8 matrix units multiply such operands
 #endif
 }
 

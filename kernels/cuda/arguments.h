@@ -1,6 +1,6 @@
-// What a kernel is told, and the launches that the exports call. Plain values, passed to the GPU by value.
+// Kernel arguments, and the launches that the exports call. Arguments are plain values, passed to the GPU by value.
 //
-// A launch only enqueues work on `stream`: it allocates nothing and waits for nothing, so it may be captured in a graph.
+// A launch only enqueues work on `stream`: it allocates nothing and waits for nothing, so it can be captured in a graph.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -25,48 +25,48 @@ struct Matrices {
   int64_t batch_stride, row_stride, column_stride;
 };
 
-// Where x lies in the unsharded matrix, for blocks (phase) and for the random index.
+// Position of x in the unsharded matrix, for blocks (phase) and for the random index.
 struct Window {
   int64_t row, column;    // of x's first element
   int64_t rows, columns;  // of the unsharded matrix
-  int row_phase, column_phase;  // where in its block it lies
+  int row_phase, column_phase;  // offset of x in its first block
 };
 
-// One direction's outputs; codes is null where it is not wanted.
+// One direction's outputs; codes is null if the direction isn't needed.
 struct Output {
   uint8_t* codes;
   void* scales;
-  const uint32_t* key;  // two words, or null for nearest even
+  const uint32_t* key;  // two words, or null to round to nearest even
   int64_t scale_bytes;
 };
 
-// One direction's outputs of MX operands that are aligned (align.cu): FP8 codes in rows of a multiple of 16, scales block after block in rows
-// of a multiple of 4. `codes` is null where it is not wanted.
+// One direction's outputs for aligned MX operands (align.cu): FP8 codes in rows padded to a multiple of 16, scales block by
+// block in rows padded to a multiple of 4. `codes` is null if the direction isn't needed.
 struct AlignedOutput {
   uint8_t* codes;
   float* scales;
 };
 
-// An activation that makes the elements that are quantized, of a gate: silu, or gelu by tanh or by erf.
+// The activation that produces the quantized elements from a gate: silu, or gelu by tanh or erf.
 enum class Activation { kSilu, kGeluTanh, kGeluErf };
 
-// How they are made of x, the gate: activation(gate), or activation(gate) * up. What an operation of PyTorch's would give is rounded to
-// the dtype.
+// How elements are computed from x, the gate: activation(gate), or activation(gate) * up. Each result that a PyTorch operation
+// would return is rounded to the dtype.
 struct Gated {
   Activation activation;
-  const void* up;     // of x's dtype and size; null: the gate alone
-  int64_t up_stride;  // elements from one of its rows to the next
-  bool pairs;         // gate and up alternate along the rows of x; `up` is the second element
+  const void* up;     // of x's dtype and shape; null: the gate alone
+  int64_t up_stride;  // elements between the starts of its rows
+  bool pairs;         // gate and up alternate within x's rows; `up` points to the second element
 };
 
 // Rows in groups (blockfp/groups.h).
 struct Groups {
-  const GroupTile* tiles;  // null: no groups
-  int32_t* overflows;      // of each group, kInfinity where it holds an Inf: its amax, or a word of its own; or null
+  const GroupTile* tiles;  // null without groups
+  int32_t* overflows;      // per group, kInfinity if it contains an Inf: its amax, or a separate word; or null
   int overflow_stride;
   int64_t count, tokens;
-  int64_t columns;         // of the codes along the columns
-  GroupTile own;           // in a kernel, the tile it is at
+  int64_t columns;         // of the columnwise codes
+  GroupTile own;           // in a kernel, the current tile
 };
 
 struct QuantizeArguments {
@@ -74,19 +74,19 @@ struct QuantizeArguments {
   Format format;
   Window window;
   Output row, column;           // column: of the transposed matrix
-  AlignedOutput aligned_row, aligned_column;  // written by launch_aligned and its kin, instead of row and of row or column
+  AlignedOutput aligned_row, aligned_column;  // written instead of row and column by launch_aligned and launch_gated_aligned
   const int32_t* amax;          // of the tensor, fp32 bits; or null
-  const int32_t* amax_t;        // of the transposed one: its own where it is rotated
+  const int32_t* amax_t;        // of the transposed tensor, which differs if it is rotated
   const float* multiplier;      // per tensor, instead of amax
-  int32_t* recorded;            // or null; zero before. Per tensor: raised to the amax of x; of blocks: kInfinity where x holds an Inf
-  bool mark;                    // scales, or of two levels tensor scales, become NaN where x holds an Inf: `amax` or `recorded` tells
+  int32_t* recorded;            // or null; initially zero. Per tensor raised to the amax of x, in blocks kInfinity if x has an Inf
+  bool mark;                    // (tensor) scales become NaN if `amax` or `recorded` shows an Inf
   float* tensor_scale;          // two-level formats; or null
   float* tensor_scale_t;
   int32_t eps_bits;
   int32_t largest_bits;         // replaces an FP8 block multiplier that overflows
-  bool rotate_column;           // the random Hadamard transform before the column direction
-  bool scales_by_tile;          // scales go where order_scales.cu expects them
-  Gated gated;                  // read by launch_gated alone
+  bool rotate_column;           // apply the random Hadamard transform before the column direction
+  bool scales_by_tile;          // store scales by tile, for order_scales.cu
+  Gated gated;                  // only read by launch_gated and launch_gated_aligned
   Groups groups;
 };
 
@@ -99,11 +99,11 @@ struct EncodeArguments {
   const int32_t* blocks;        // amaxes of the block grid, already reduced; null: `scales` are given
   const int32_t* nan;
   const int32_t* amax;          // of the tensor, for two-level formats with given blocks
-  float* tensor_scale;          // read where scales are given
-  const uint32_t* key;          // of one byte an element, or with `keeps` of two
+  float* tensor_scale;          // read if scales are given
+  const uint32_t* key;          // for one byte per element, or two with `keeps`
   int32_t eps_bits, largest_bits;
-  bool keeps;                   // `scales` are those of before, from which the new ones go on (blockfp/kept_scales.h)
-  const float* kept_tensor_scale;  // likewise, of two levels
+  bool keeps;                   // `scales` contain the previous ones, from which the new ones follow (blockfp/kept_scales.h)
+  const float* kept_tensor_scale;  // the same, for two levels
 };
 
 struct AmaxBlocksArguments {
@@ -126,10 +126,10 @@ struct DequantizeArguments {
   int dtype;
 };
 
-// FP8 codes [rows, k] of one side of a product.
+// FP8 codes [rows, k] of one operand of a product.
 struct Factor {
   const void* codes;
-  const float* scales;  // one; of blocks of 1x128 [k / 128, rows]; of 128x128 [rows / 128, k / 128 filled up to fours]
+  const float* scales;  // one; 1x128: [k / 128, rows]; 128x128: [rows / 128, k / 128 padded to a multiple of 4]
   int element;          // kId of elements.h
   int block_rows;       // 0: one scale for the whole tensor
 };
@@ -149,7 +149,7 @@ struct ProductArguments {
   int device;
 };
 
-// Scales of lines (rows or columns) that lie by tiles of 128 x 128, a word for each line and tile.
+// Scales of lines (rows or columns) stored by tiles of 128 x 128, a word per line and tile.
 struct ScalesByTile {
   uint32_t* words;
   int64_t lines;  // of all matrices
@@ -157,11 +157,11 @@ struct ScalesByTile {
 };
 
 cudaError_t launch_amax(const Matrices& x, int32_t* out, cudaStream_t stream);
-// out: the amax of x, and that of x after the Hadamard transform of its columns.
+// out: the amax of x, and of x after the Hadamard transform of its columns.
 cudaError_t launch_amax_rotated(const Matrices& x, int32_t* out, cudaStream_t stream);
-// The same of what an activation makes, in one call: the second of the two with `rotated` alone.
+// The same for an activation's output; the second amax only with `rotated`.
 cudaError_t launch_amax_gated(const Matrices& x, const Gated& gated, bool rotated, int32_t* out, cudaStream_t stream);
-// history[0]: raised to the amax, unless that is Inf.
+// Raises history[0] to the amax unless that is Inf.
 cudaError_t launch_record_amax(const int32_t* amax, float* history, cudaStream_t stream);
 cudaError_t launch_amax_blocks(const AmaxBlocksArguments& a, cudaStream_t stream);
 cudaError_t launch_encode(const EncodeArguments& a, cudaStream_t stream);
@@ -169,65 +169,69 @@ cudaError_t launch_dequantize(const DequantizeArguments& a, cudaStream_t stream)
 // Square matrices of 8-, 6- or 4-bit codes, or of 32-bit scales (bits 32).
 cudaError_t launch_transpose(const void* in, void* out, int bits, int64_t batches, int64_t rows, int64_t columns,
                              cudaStream_t stream);
-// Puts scales of rows and of columns in order, in place; `words` of either may be null. What stands before in the stream wrote them. All
-// become NaN where `overflow` holds kInfinity; it may be null.
+// Puts scales of rows and columns in order, in place; `words` of either may be null. They were written by preceding work in the
+// stream. All become NaN if `overflow` (may be null) contains kInfinity.
 cudaError_t launch_order_scales(const ScalesByTile& rows, const ScalesByTile& columns, const int32_t* overflow, cudaStream_t stream);
-// NaN for all scales, and aligned ones' codes, where a.recorded holds kInfinity and they are to be marked.
+// Sets all scales, and aligned codes, to NaN if a.recorded is kInfinity and they are to be marked.
 cudaError_t launch_spoil(const QuantizeArguments& a, cudaStream_t stream);
-// Whether launch_order_scales can: lines come in whole bands, and a band fits into shared memory.
+// Whether launch_order_scales can run: lines form whole bands, and a band fits into shared memory.
 bool can_order_scales(int64_t rows, int64_t columns);
-// One-byte scales [batches, m, n], each row standing for `repeat` of `rows` rows, in tensor-core order.
+// Writes one-byte scales [batches, m, n], each row repeated `repeat` times for `rows` rows, in tensor-core order.
 cudaError_t launch_interleave(const uint8_t* in, uint8_t* out, int64_t batches, int64_t rows, int64_t m, int64_t n,
                               int repeat, cudaStream_t stream);
-// AdamW steps of parameters; `entries` is read before this returns.
+// AdamW steps of parameters; `entries` is read before the call returns.
 cudaError_t launch_adamw(const StepEntry* entries, int64_t count, cudaStream_t stream);
-// Codes of what it has updated, in formats whose scales need the amax of the whole parameter.
+// Writes codes of the updated masters in formats whose scales need the whole parameter's amax.
 cudaError_t launch_second_pass(const StepEntry* entries, int64_t count, cudaStream_t stream);
 
-// Keys of gradients, two words for each group and direction; key of two int64 (wide) or int32 words. `advance` raises the step behind it.
+// Keys of gradients, two words per group and direction; `key` is two int64 (wide) or int32 words. `advance` increments the step
+// afterwards.
 cudaError_t launch_fold_keys(const void* key, bool wide, int64_t* step, int64_t rank, int64_t groups, bool advance, void* out,
                              cudaStream_t stream);
 
-// cuBLASLt's version, such as 130100; 0 where there is none.
+// cuBLASLt's version, such as 130100; 0 without cuBLASLt.
 int64_t cublas_version();
-// Why a product couldn't be enqueued; empty where it was.
+// Returns why a product couldn't be enqueued; "" if it was.
 std::string launch_product(const ProductArguments& a, cudaStream_t stream);
 
-// One definition for each element: each is compiled on its own, from the same file.
+// One definition per element: the same file is compiled for each.
 template <class E>
 cudaError_t launch_rows(const QuantizeArguments& a, cudaStream_t stream);
 template <class E>
 cudaError_t launch_tiles(const QuantizeArguments& a, cudaStream_t stream);
-// Of rows in groups; `a.groups` has no tiles yet, which `words`, of launch_group_rows, hold.
+// Quantizes rows in groups; a.groups.tiles is set from `words`, the output of launch_group_rows.
 template <class E>
 cudaError_t launch_groups(QuantizeArguments a, const int32_t* words, cudaStream_t stream);
 
-// Of what an activation makes. An error for elements and blocks that it isn't compiled for (kMadeBlock of sources.cuh).
+// Quantizes an activation's output. Returns an error for elements and blocks that aren't compiled (kMadeBlock of sources.cuh).
 template <class E>
 cudaError_t launch_gated(const QuantizeArguments& a, cudaStream_t stream);
 
-// MX, rounded to nearest, of which one direction or both are aligned; there is no `row`. Of an activation's output both are.
+// Quantizes MX, rounded to nearest, with one or both directions aligned; `row` isn't written. An activation's output is aligned
+// in both.
 template <class E>
 cudaError_t launch_aligned(const QuantizeArguments& a, cudaStream_t stream);
 template <class E>
 cudaError_t launch_aligned_gated(const QuantizeArguments& a, cudaStream_t stream);
 template <class E>
 cudaError_t launch_aligned_groups(QuantizeArguments a, const int32_t* words, cudaStream_t stream);
-// out: what an activation makes of x.
+// out: the activation's output for x.
 cudaError_t launch_activation(const Matrices& x, const Gated& gated, void* out, cudaStream_t stream);
-// Gradients of gate and up from that of what an activation makes of them, x being the gate; they lie as gate and up do.
+// Gradients of gate and up from the gradient of the activation's output, where x is the gate; their layout is that of gate and
+// up.
 cudaError_t launch_activation_gradient(const Matrices& gradient, const Matrices& x, const Gated& gated, const Matrices& d_x,
                                        const Gated& d_gated, cudaStream_t stream);
 
-// Where groups lie: `words` of blockfp/groups.h, from their ends.
+// Positions of groups: `words` of blockfp/groups.h, from their ends.
 cudaError_t launch_group_rows(const int32_t* ends, int64_t tokens, int64_t groups, int32_t* words, cudaStream_t stream);
 // out: [groups] amaxes, or with `rotated` [groups, 2], the second after the Hadamard transform of the group's columns.
 cudaError_t launch_group_amax(const Matrices& x, const int32_t* words, int64_t groups, bool rotated, int32_t* out, cudaStream_t stream);
-// out: fp32 [groups, columns], sums of each group's rows of a contiguous x.
+// out: fp32 [groups, columns], sums over each group's rows of a contiguous x.
 cudaError_t launch_sum_groups(const Matrices& x, const int32_t* words, int64_t groups, float* out, cudaStream_t stream);
-// NaN for the scales of the groups that a.groups.overflows tells of.
+// Sets the scales of groups that a.groups.overflows marks to NaN.
 cudaError_t launch_spoil_groups(const QuantizeArguments& a, const int32_t* words, cudaStream_t stream);
-// Zeros for the rows [tokens, columns] past the last end, and for the matrices [groups, size] of groups without rows; either may be null.
+// Clears the rows [tokens, columns] past the last end, and the matrices [groups, size] of groups without rows; either may be
+// null.
 cudaError_t launch_clear_groups(const int32_t* words, int64_t tokens, int64_t groups, void* rows, int64_t row_bytes, void* matrices,
                                 int64_t matrix_bytes, cudaStream_t stream);
 

@@ -1,6 +1,6 @@
-// A block's scale from its amax, on the GPU: scales.h, with the conversions and the reciprocal that the GPU has.
+// A block's scale from its amax, on the GPU: scales.h with the GPU's conversions and reciprocal.
 //
-// `Block` is the number of elements along the contraction axis, which names the family: 0 per tensor, 128 FP8 blocks, 32 MX, 16 NVFP4.
+// `Block`, the number of elements along the contracted axis, selects the family: 0 per tensor, 128 FP8 blocks, 32 MX, 16 NVFP4.
 #pragma once
 
 #include <type_traits>
@@ -16,7 +16,7 @@ namespace cuda {
 // What all blocks of a tensor share.
 struct TensorScale {
   float multiplier;  // per tensor: of the elements; two levels: G
-  float factor;      // two levels: what a block's amax is multiplied with; of 4-over-6 the tensor's amax
+  float factor;      // two levels: multiplies a block's amax; 4-over-6: the tensor's amax
   float decode;      // per tensor: the stored scale; two levels: tensor_scale
 };
 
@@ -52,8 +52,8 @@ __device__ __forceinline__ float e4m3_value(uint32_t code) {
   return out;
 }
 
-// As fp8_scale for powers of two, without its divisions: MAX is 1.75 times a power of two, so the quotient's exponent follows from that of
-// the amax and from whether its mantissa is above 1.75. (No such quotient rounds up to the next power.)
+// fp8_scale for powers of two, without its divisions: MAX is 1.75 times a power of two, so the quotient's exponent follows from
+// the amax's and from whether its mantissa is above 1.75. (No such quotient rounds up to the next power.)
 template <class E>
 __device__ __forceinline__ BlockScale<float> fp8_power_scale(int32_t amax, int32_t eps_bits, int32_t largest) {
   static_assert((E::kMaxBits & 0x7FFFFF) == 0x600000, "MAX is 1.75 times a power of two");
@@ -64,7 +64,7 @@ __device__ __forceinline__ BlockScale<float> fp8_power_scale(int32_t amax, int32
   return {max((254 - exponent) << 23, 0x400000), from_bits<float>(exponent << 23)};
 }
 
-// The stored scale of a block (a byte, or fp32 bits) and the number its elements are multiplied with.
+// A block's stored scale (a byte, or fp32 bits) and its elements' multiplier.
 template <class E, int Block>
 __device__ __forceinline__ BlockScale<float> block_scale(int32_t amax, const QuantizeArguments& a, const TensorScale& t) {
   if constexpr (Block == 0) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ BlockScale<float> block_scale(int32_t amax, const Qua
     return a.format.rule == ScaleRule::kPow2 ? fp8_power_scale<E>(amax, a.eps_bits, a.largest_bits)
                                              : fp8_scale<E, ScaleRule::kFp32, float>(amax, a.eps_bits, a.largest_bits);
   } else if constexpr (Block == 32) {
-    // As e8m0_scale, in fewer steps: a carry out of the mantissa raises the exponent, of Inf too.
+    // e8m0_scale in fewer steps: a carry out of the mantissa increments the exponent, also for Inf.
     int32_t byte;
     if (a.format.rule == ScaleRule::kE8m0Ceil) {
       const int32_t v = to_bits(multiply(from_bits<float>(amax), element_max_reciprocal<E>()));
@@ -90,8 +90,8 @@ __device__ __forceinline__ BlockScale<float> block_scale(int32_t amax, const Qua
   }
 }
 
-// A block's amax, and whether it holds a NaN that E has no code for. `amax` gives it, in every lane of the block: a NaN counts as larger
-// than all else if it is called with true_type, as nothing with false_type. Every lane of the warp comes here.
+// A block's amax, and whether it contains a NaN that E has no code for. `amax` returns it in every lane of the block: with
+// true_type a NaN counts as larger than everything, with false_type as nothing. Every lane of the warp must call it.
 template <class E, class Amax>
 __device__ __forceinline__ int32_t amax_within_warp(Amax amax, bool& nan) {
   nan = false;
@@ -105,27 +105,27 @@ __device__ __forceinline__ int32_t amax_within_warp(Amax amax, bool& nan) {
   }
 }
 
-// Whether blocks of a tensor with this scale of two levels may be so large that their multipliers over 2^14 are not exact: an E4M3 scale is
-// at most 448.
+// Whether blocks of a tensor with this two-level scale may be so large that their multipliers over 2^14 are inexact: an E4M3
+// scale is at most 448.
 __device__ __forceinline__ bool is_huge(const TensorScale& tensor) { return tensor.decode > 0x1p100f; }
 
-// What is known of the elements of a block times its multiplier.
+// Range of a block's elements times its multiplier.
 template <int Block>
 constexpr Range kRange = Block == 16 ? Range::kBounded : Range::kAny;
 
-// Whether a bounded block has elements beyond the bound: its stored scale is too small for it, or it holds an Inf.
+// Whether a bounded block has elements beyond the bound: its stored scale is too small for it, or it contains an Inf.
 template <int Block>
 __device__ __forceinline__ bool exceeds_range(int32_t amax, float multiplier) {
   return kRange<Block> == Range::kBounded && !(multiply(from_bits<float>(amax), multiplier) < 7.0f);
 }
 
-// The stored scale of a tensor: `decode`, or NaN where the tensor holds an Inf and is to be marked.
+// The stored scale of a tensor: `decode`, or NaN if the tensor contains an Inf and is to be marked.
 __device__ __forceinline__ float stored_tensor_scale(const QuantizeArguments& a, float decode) {
   const bool overflows = a.mark && a.amax != nullptr && __ldg(a.amax) >= kInfinity;
   return overflows ? from_bits<float>(kNan) : decode;
 }
 
-// Byte that marks a block of E with a NaN in it; only elements without a NaN code of their own need one.
+// The scale byte that marks a block of E with a NaN; only needed for elements without a NaN code.
 template <class E, int Block>
 constexpr int kNanMark = Block == 16 ? 0x7F : 0xFF;
 
@@ -138,11 +138,12 @@ __device__ __forceinline__ void store_scale(void* scales, int64_t index, int32_t
   }
 }
 
-// Whether elements of E can come in blocks of this many.
+// Whether elements of E exist in blocks of this length.
 template <class E, int Block>
 constexpr bool kHasBlock = Block == 32 || (Block == 16 ? E::kId == E2M1::kId : E::kHasNan);
 
-// Calls body with the columns of a format's blocks, 0 for the whole tensor, as a type; an error where elements of E come in no such blocks.
+// Calls body with the columns of a format's blocks, 0 for the whole tensor, as a type; returns an error if E has no such
+// blocks.
 template <class E, class Body>
 cudaError_t with_block(int columns, Body body) {
   if constexpr (kHasBlock<E, 0>) {

@@ -1,7 +1,7 @@
-// Eight codes at a time, packed: rounding with the conversions that the GPU has, and arithmetic where it has none.
+// Eight codes at a time, packed: rounding by the GPU's conversions, and by arithmetic where it has none.
 //
-// Bit for bit what elements.h says (tests hold the two together). FP6 borrows the 8-bit conversions: E3M2 is the low part of E5M2
-// and E2M3 of E4M3, spacing below the smallest normal included, once the number is multiplied with 2^-12 or 2^-6.
+// The bits are those of elements.h (tests compare the two). FP6 uses the 8-bit conversions: E3M2 is the low part of E5M2 and
+// E2M3 of E4M3, including the spacing below the smallest normal, after multiplication by 2^-12 or 2^-6.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -15,7 +15,7 @@
 namespace blockfp {
 namespace cuda {
 
-// What the multiplier of a block is multiplied with, exactly, before encode_eight<E>.
+// Multiplies a block's multiplier, exactly, by the factor that encode_eight<E> expects.
 template <class E>
 __device__ __forceinline__ float prescaled(float multiplier) {
   if constexpr (E::kId == E3M2::kId) return multiply(multiplier, 0x1p-12f);
@@ -23,7 +23,7 @@ __device__ __forceinline__ float prescaled(float multiplier) {
   return multiplier;
 }
 
-// Four 8-bit codes of a prescaled number as four 6-bit ones: 24 bits.
+// Narrows four 8-bit codes of prescaled numbers to four 6-bit codes: 24 bits.
 __device__ __forceinline__ uint32_t narrow_to_six(uint32_t codes) {
   const uint32_t above = (codes | (codes << 1)) & 0x40404040u;  // a magnitude beyond 31
   codes |= (above >> 1) - (above >> 6);
@@ -38,8 +38,8 @@ __device__ __forceinline__ float saturated(float a, float b, float c) {
   return out;
 }
 
-// A float whose low bits are the E2M1 magnitude of |y|, NaN as 0: the code is the concave function
-// min(2 y, y + 2, y / 2 + 4, 7) rounded, summed here as three pieces that saturate, onto a number whose last place is 1.
+// A float whose low bits are the E2M1 magnitude of |y|, with NaN as 0: the code is the concave function min(2 y, y + 2, y / 2 +
+// 4, 7) rounded, computed as the sum of three saturating pieces and of a number whose last place is 1.
 __device__ __forceinline__ float e2m1_magnitude(float y) {
   y = fabsf(y);
   const float first = __saturatef(__fmul_rn(y, 0.5f)), second = saturated(y, 0.5f, -1.0f), third = saturated(y, 0.5f, -2.0f);
@@ -57,7 +57,7 @@ __device__ __forceinline__ float larger_with_sign(float a, float b) {
 #endif
 }
 
-// Sign bits of eight floats, each at the top of its nibble.
+// Sign bits of eight floats, each in the top bit of its nibble.
 __device__ __forceinline__ uint32_t nibble_signs(const float* y) {
   uint32_t bits[8];
 #pragma unroll
@@ -67,7 +67,7 @@ __device__ __forceinline__ uint32_t nibble_signs(const float* y) {
   return ((even >> 4) & 0x08080808u) | (odd & 0x80808080u);
 }
 
-// Codes of eight numbers (already multiplied with prescaled<E>), packed into 8, 6 or 4 bytes. A NaN of E2M1 needs mark_nan.
+// Codes of eight numbers (already multiplied by prescaled<E>), packed into 8, 6 or 4 bytes. A NaN of E2M1 needs mark_nan.
 template <class E>
 __device__ __forceinline__ uint2 encode_eight(const float (&y)[8]) {
   constexpr bool kWide = E::kMantissaBits == 2;
@@ -89,26 +89,26 @@ __device__ __forceinline__ uint2 encode_eight(const float (&y)[8]) {
     uint32_t word = 0;
 #pragma unroll
     for (int i = 7; i >= 0; --i) word = word * 16 + __float_as_uint(e2m1_magnitude(y[i]));
-    // Eight times the bits of the base, each in its place.
+    // Eight times the base's bits, each at its position.
     constexpr uint32_t kBase = 0x4B400000u * 0x11111111u;
     return {word - kBase + nibble_signs(y), 0};
   }
 }
 
-// Bits of `a` where the mask has ones, of `b` elsewhere.
+// Bits of `a` where the mask is 1, of `b` elsewhere.
 __device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t a, uint32_t b) { return (a & mask) | (b & ~mask); }
 
-// By this E2M1's subnormal spacing becomes four of E4M3's: its codes come out of conversions to E4M3, times four.
+// This factor maps E2M1's subnormal spacing to four of E4M3's, so that conversions to E4M3 give four times E2M1's codes.
 constexpr float kE2m1Down = 0x1p-6f;
 
-// E2M1 codes of eight numbers below 7 in magnitude, given times kE2m1Down.
+// E2M1 codes of eight numbers of magnitude below 7, passed times kE2m1Down.
 __device__ __forceinline__ uint32_t encode_below_seven(const float (&y)[8]) {
   float nearest[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const float power = larger_with_sign(from_bits<float>(to_bits(y[i]) & ~0x7FFFFF), kE2m1Down);
-    // A sum whose last place is E2M1's spacing at y. What is taken off again is less by a fourth of the power: the conversion drops it, but
-    // for the sign, which it keeps where the nearest code is 0.
+    // A sum whose last place is E2M1's spacing at y. Subtracting slightly less (by a fourth of the power) leaves a remainder
+    // that the conversion drops, except for the sign, which it keeps if the nearest code is 0.
     nearest[i] = __fmaf_rn(power, -(0x1p22f - 0.25f), __fmaf_rn(power, 0x1p22f, y[i]));
   }
   const float even[4] = {nearest[0], nearest[2], nearest[4], nearest[6]}, odd[4] = {nearest[1], nearest[3], nearest[5], nearest[7]};
@@ -116,11 +116,12 @@ __device__ __forceinline__ uint32_t encode_below_seven(const float (&y)[8]) {
   return select_bits(0x0F0F0F0Fu, select_bits(0x07070707u, low >> 2, low >> 4), select_bits(0x70707070u, high << 2, high));
 }
 
-// Two bfloat16 numbers below 8 in magnitude as E2M1 codes, signs and all, each in the low bits of its half; above the low byte it is
-// arbitrary. The function of e2m1_magnitude, in fp16, which holds all that matters of such numbers, and whose last place from 1024 on is 1.
+// Two bfloat16 numbers of magnitude below 8 as E2M1 codes with signs, each in the low bits of its half; bits above the low byte
+// are arbitrary. Computes e2m1_magnitude in fp16, which represents all relevant bits of such numbers and whose last place from
+// 1024 on is 1.
 __device__ __forceinline__ uint32_t e2m1_pair(uint32_t y) {
   const auto half = [](float x) { return __float2half2_rn(x); };
-  // The exponents' bias falls by 112; what is less than 2^-15 counts as 2^-15.
+  // Reduces the exponents' bias by 112; magnitudes below 2^-15 count as 2^-15.
   const uint32_t least = 0x38003800u;
   const uint32_t magnitude = bit_cast<uint32_t>(__hmax2(__habs2(bit_cast<__nv_bfloat162>(y)), bit_cast<__nv_bfloat162>(least)));
   const __half2 h = bit_cast<__half2>(magnitude * 8 - least * 8);
@@ -130,35 +131,36 @@ __device__ __forceinline__ uint32_t e2m1_pair(uint32_t y) {
   return bit_cast<uint32_t>(sum) | ((y >> 12) & 0x00080008u);
 }
 
-// The low bytes of both halves of four words, as eight nibbles: of the lower halves in `low`, of the upper ones in `high`.
+// Packs the low bytes of both halves of four words to eight nibbles each: the lower halves' in `low`, the upper halves' in
+// `high`.
 __device__ __forceinline__ void low_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t& low, uint32_t& high) {
   const uint32_t ab = __byte_perm(a, b, 0x6240), cd = __byte_perm(c, d, 0x6240);
   low = __byte_perm(ab, cd, 0x5410), high = __byte_perm(ab, cd, 0x7632);
 }
 
-// Two numbers in fp16, rounded toward zero: `low` in the lower half.
+// Two numbers as fp16, rounded toward zero; `low` in the lower half.
 __device__ __forceinline__ uint32_t halves_toward_zero(float low, float high) {
   uint32_t out;
   asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
   return out;
 }
 
-// The same with random bytes (eight, little-endian) for E2M1, of numbers that have been divided by 2^14.
+// The same with random bytes (eight, little-endian) for E2M1, of numbers that were divided by 2^14.
 //
-// fp16 numbers below 2^-14 are evenly spaced, as E2M1's are below 1: y / 2^14 in fp16, toward zero, is E2M1's code with the nine bits of
-// the fraction that decide below it. Element i shares a word with element i + 4, in 16-bit fields that hold code, fraction and three zeros.
-// Products rather than shifts, because integer products have a pipeline that is free here.
+// fp16 numbers below 2^-14 are evenly spaced, as E2M1's are below 1: y / 2^14 in fp16, toward zero, is E2M1's code followed by
+// the nine fraction bits that decide. Element i shares a word with element i + 4, in 16-bit fields of code, fraction and three
+// zeros. Products are used rather than shifts, because the pipeline of integer products is idle here.
 __device__ __forceinline__ uint32_t encode_eight_stochastic(const float (&y)[8], uint2 random) {
   const uint32_t bytes[2] = {__byte_perm(random.x, random.y, 0x5410), __byte_perm(random.x, random.y, 0x7632)};
-  uint32_t nibble[4];  // sign and code at the top of each field
+  uint32_t nibble[4];  // sign and code in the top bits of each field
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const uint32_t halves = halves_toward_zero(y[i], y[i + 4]);
-    // 0x0E00: the largest code. NaN becomes it, too.
+    // 0x0E00 is the largest code; NaN becomes it too.
     const __half2 largest = bit_cast<__half2>(0x0E000E00u);
     const uint32_t magnitude = bit_cast<uint32_t>(__hmin2(__habs2(bit_cast<__half2>(halves)), largest));
     const uint32_t byte = (i % 2 == 0 ? bytes[i / 2] : bytes[i / 2] >> 8) & 0x00FF00FFu;
-    // Plus 2 u + 1, u the random byte, in eighths.
+    // Adds 2 u + 1, for the random byte u, in eighths.
     nibble[i] = (byte * 16 + (magnitude * 8 + 0x00080008u)) | (halves & 0x80008000u);
   }
   const uint32_t low = (nibble[1] & 0xF000F000u) | ((nibble[0] >> 4) & 0x0FFF0FFFu);
@@ -166,7 +168,8 @@ __device__ __forceinline__ uint32_t encode_eight_stochastic(const float (&y)[8],
   return __byte_perm(low, high, 0x7351);
 }
 
-// Codes of any element by elements.h, with random bytes. By value: an array would have to lie in memory for every caller.
+// Codes of any element by elements.h, with random bytes. Arguments are passed by value: an array would be in memory for every
+// caller.
 template <class E>
 __device__ __noinline__ uint2 encode_eight_slowly(float4 first, float4 second, uint2 random) {
   const float y[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
@@ -179,7 +182,7 @@ __device__ __noinline__ uint2 encode_eight_slowly(float4 first, float4 second, u
   return {static_cast<uint32_t>(out), static_cast<uint32_t>(out >> 32)};
 }
 
-// E2M1's code for NaN put where the conversions above have written something else.
+// Writes E2M1's code for NaN where the conversions above have written another.
 __device__ __forceinline__ uint32_t mark_nan(uint32_t codes, const float (&y)[8]) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -188,7 +191,7 @@ __device__ __forceinline__ uint32_t mark_nan(uint32_t codes, const float (&y)[8]
   return codes;
 }
 
-// Bytes of elements index .. index + 7 of the unsharded array, little-endian.
+// Random bytes of elements index .. index + 7 of the unsharded array, little-endian.
 static __device__ __noinline__ uint2 random_eight(const uint32_t* key, uint64_t index) {
   const uint32_t k0 = __ldg(key), k1 = __ldg(key + 1);
   const uint64_t counter = index >> 3;
@@ -202,8 +205,8 @@ static __device__ __noinline__ uint2 random_eight(const uint32_t* key, uint64_t 
   return {__funnelshift_r(a, b, bits), __funnelshift_r(b, c, bits)};
 }
 
-// How a kernel rounds: kNearest and kStochastic know it when compiled; kGeneral is told. The same of rows in groups, whose pieces may end
-// inside a group: kGroups rounds to nearest, kGroupsGeneral is told.
+// How a kernel rounds: kNearest and kStochastic are compile-time choices; kGeneral chooses at run time. For rows in groups,
+// whose pieces may end inside a group, kGroups rounds to nearest and kGroupsGeneral chooses at run time.
 enum class Rounding { kNearest, kStochastic, kGeneral, kGroups, kGroupsGeneral };
 
 template <Rounding R>
@@ -211,23 +214,23 @@ constexpr bool kToNearest = R == Rounding::kNearest || R == Rounding::kGroups;
 template <Rounding R>
 constexpr bool kTold = R == Rounding::kGeneral || R == Rounding::kGroupsGeneral;
 template <Rounding R>
-constexpr bool kVectorRows = R != Rounding::kGeneral && R != Rounding::kGroupsGeneral;  // rows of codes that begin where vectors do
+constexpr bool kVectorRows = R != Rounding::kGeneral && R != Rounding::kGroupsGeneral;  // whether rows of codes begin at vector boundaries
 template <Rounding R>
 constexpr bool kOfGroups = R == Rounding::kGroups || R == Rounding::kGroupsGeneral;
 
-// Codes of E2M1 numbers with what is rare: a NaN, or something beyond the largest code. By value, as above.
+// E2M1 codes including rare cases: a NaN, or magnitudes beyond the largest code. By value, as above.
 static __device__ __noinline__ uint32_t encode_carefully(float4 first, float4 second) {
   const float y[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
   return mark_nan(encode_eight<E2M1>(y).x, y);
 }
 
-// How E2M1 codes of a block are made: `kBounded` where the caller knows of each block whether it needs care.
+// How E2M1 codes of a block are computed: with `kBounded` the caller knows for each block whether it needs care.
 enum class Range { kAny, kBounded };
 
-// Codes of eight numbers times a block's multiplier; `key` and `index` matter only to what is told.
+// Codes of eight numbers times a block's multiplier; `key` and `index` are only used for rounding chosen at run time.
 //
-// `care`: some block of these elements holds a NaN; of a bounded range, also where a number times the multiplier may be 7 or more, or the
-// multiplier is so small that kE2m1Down times it is not exact.
+// `care`: a block of these elements contains a NaN; for a bounded range, also if a number times the multiplier may be 7 or
+// more, or if the multiplier is so small that kE2m1Down times it is inexact.
 template <class E, Rounding R, Range Bounds = Range::kAny, class Value>
 __device__ __forceinline__ uint2 encode_scaled(Value value_of, float multiplier, bool care, const uint32_t* key, uint64_t index) {
   static_assert(R != Rounding::kStochastic, "see stochastic_e2m1.cuh");
@@ -250,7 +253,7 @@ __device__ __forceinline__ uint2 encode_scaled(Value value_of, float multiplier,
   return encode_eight<E>(y);
 }
 
-// Four words of four bytes, transposed.
+// Transposes four words of four bytes.
 __device__ __forceinline__ void transpose_four(const uint32_t (&in)[4], uint32_t (&out)[4]) {
   const uint32_t a = __byte_perm(in[0], in[1], 0x5140), b = __byte_perm(in[2], in[3], 0x5140);
   const uint32_t c = __byte_perm(in[0], in[1], 0x7362), d = __byte_perm(in[2], in[3], 0x7362);
@@ -258,7 +261,7 @@ __device__ __forceinline__ void transpose_four(const uint32_t (&in)[4], uint32_t
   out[2] = __byte_perm(c, d, 0x5410), out[3] = __byte_perm(c, d, 0x7632);
 }
 
-// Eight rows of eight 8- or 4-bit codes, transposed: far fewer steps than encoding again.
+// Transposes eight rows of eight 8- or 4-bit codes, which takes far fewer steps than encoding again.
 template <int Bits>
 __device__ __forceinline__ void transpose_eight(const uint2* rows, uint2 (&columns)[8]) {
   static_assert(Bits == 8 || Bits == 4, "6-bit codes are encoded again");
@@ -283,7 +286,7 @@ __device__ __forceinline__ void transpose_eight(const uint2* rows, uint2 (&colum
       w[i] = rows[i].x ^ (swapped << 4), w[i + 1] = rows[i + 1].x ^ swapped;
     }
     uint32_t even[4], odd[4];
-    // Bytes are pairs of rows now: w[2 k] holds the even columns of rows 2 k and 2 k + 1, w[2 k + 1] the odd ones.
+    // Bytes are now pairs of rows: w[2 k] has the even columns of rows 2 k and 2 k + 1, w[2 k + 1] the odd ones.
     transpose_four({w[0], w[2], w[4], w[6]}, even);
     transpose_four({w[1], w[3], w[5], w[7]}, odd);
 #pragma unroll
@@ -297,7 +300,7 @@ __device__ __forceinline__ int packed_bytes(int count) {
   return Bits == 8 ? count : (Bits == 4 ? (count + 1) / 2 : (count + 3) / 4 * 3);
 }
 
-// Eight codes to memory aligned as vectors are: 8, 2 or 4 bytes.
+// Stores eight codes at an address aligned to 8 bytes, or to 4 for 4-bit and 2 for 6-bit codes.
 template <int Bits>
 __device__ __forceinline__ void store_eight(uint8_t* out, uint2 codes) {
   if constexpr (Bits == 8) {
@@ -310,7 +313,7 @@ __device__ __forceinline__ void store_eight(uint8_t* out, uint2 codes) {
   }
 }
 
-// A group of eight 8-bit codes, or two groups of smaller ones, as 2, 2 or 3 words.
+// Packs a group of eight 8-bit codes, or two groups of smaller codes, to 2 or 3 words.
 template <class E, int Words>
 __device__ __forceinline__ void pack_groups(const uint2* codes, uint32_t (&words)[Words]) {
   static_assert(Words == (E::kBits == 6 ? 3 : 2), "eight or sixteen codes");
@@ -320,7 +323,7 @@ __device__ __forceinline__ void pack_groups(const uint2* codes, uint32_t (&words
   if constexpr (E::kBits == 6) words[1] = codes[0].y | (codes[1].x << 16), words[2] = (codes[1].x >> 16) | (codes[1].y << 16);
 }
 
-// The same to memory aligned to 8, 8 or 4 bytes.
+// Stores such groups at an address aligned to 8, 8 or 4 bytes.
 template <class E>
 __device__ __forceinline__ void store_groups(uint8_t* out, const uint2* codes) {
   uint32_t words[E::kBits == 6 ? 3 : 2];

@@ -29,8 +29,8 @@ cudaError_t flat(const DequantizeArguments& a, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-// Whether the flat kernel takes it: every block whole, every vector aligned, and, in square blocks, a row long enough for a block of
-// threads.
+// Whether the flat kernel can run: all blocks are whole, all vectors aligned, and rows of square blocks long enough for a
+// thread block.
 bool is_flat(const DequantizeArguments& a) {
   const int block = a.format.per_tensor() ? 8 : a.format.block_columns;
   if (a.columns % block != 0 || !aligned(a.out) || !aligned(a.codes, 8)) return false;

@@ -1,4 +1,4 @@
-// Values of codes and scales: code times decode scale rounded once to fp32, then once to the dtype.
+// Values of codes and scales: code times decode scale, rounded once to fp32, then once to the dtype.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,7 +12,7 @@ namespace blockfp {
 namespace cuda {
 
 constexpr int kDequantizeThreads = 256;
-constexpr int kDequantizeRows = 4;  // that a thread reads before it writes the first
+constexpr int kDequantizeRows = 4;  // rows that a thread reads before it writes the first
 
 __device__ __forceinline__ float2 half_values(uint32_t halves) {
   const __half2 pair = bit_cast<__half2>(halves);
@@ -36,7 +36,7 @@ __device__ __forceinline__ void decode_eight(uint2 codes, float (&out)[8]) {
       out[2 * i] = values.x, out[2 * i + 1] = values.y;
     }
   } else if constexpr (E::kBits == 6) {
-    // As bytes these are codes of the 8-bit float with as many mantissa bits, times a power of two.
+    // As bytes, these are codes of the 8-bit float with as many mantissa bits, times a power of two.
     const __half2 rebias = __float2half2_rn(E::kMantissaBits == 2 ? 4096.0f : 64.0f);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -57,7 +57,7 @@ __device__ __forceinline__ void decode_eight(uint2 codes, float (&out)[8]) {
       }
     }
   } else {
-    // The upper byte of each magnitude in fp16, chosen by the code; the lower is zero.
+    // The code selects the upper byte of each magnitude in fp16; the lower byte is zero.
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint32_t four = codes.x >> (16 * i);
@@ -69,7 +69,7 @@ __device__ __forceinline__ void decode_eight(uint2 codes, float (&out)[8]) {
   }
 }
 
-// Eight codes that begin where vectors do.
+// Loads eight codes at a vector boundary.
 template <int Bits>
 __device__ __forceinline__ uint2 load_codes(const uint8_t* codes) {
   if constexpr (Bits == 8) return __ldg(reinterpret_cast<const uint2*>(codes));
@@ -78,7 +78,7 @@ __device__ __forceinline__ uint2 load_codes(const uint8_t* codes) {
   return {__ldg(halves) | (static_cast<uint32_t>(__ldg(halves + 1)) << 16), __ldg(halves + 2)};
 }
 
-// The first `count` of eight codes that begin at any byte; what stands behind them is arbitrary.
+// Loads the first `count` of eight codes at any byte; the rest is arbitrary.
 template <int Bits>
 __device__ __forceinline__ uint2 load_codes_anywhere(const uint8_t* codes, int count) {
   constexpr int kWords = Bits == 4 ? 1 : 2;
@@ -87,13 +87,13 @@ __device__ __forceinline__ uint2 load_codes_anywhere(const uint8_t* codes, int c
   return {words[0], kWords == 2 ? words[kWords - 1] : 0};
 }
 
-// Values as they are stored, two 16-bit ones in a word.
+// Values as stored, two 16-bit ones per word.
 template <class T, int Count>
 struct StoredValues {
   static constexpr int kPerWord = T::kId == Fp32::kId ? 1 : 2;
   uint32_t word[Count / kPerWord];
 
-  // NaN becomes the canonical one.
+  // NaN becomes the canonical NaN.
   __device__ __forceinline__ explicit StoredValues(const float (&y)[8]) {
 #pragma unroll
     for (int i = 0; i < Count; i += 2) {
@@ -154,8 +154,8 @@ __device__ __forceinline__ float value_of_scale(const DequantizeArguments& a, ui
   return decode_scale<ScaleRule::kE8m0Ceil, float>(stored, 1.0f);
 }
 
-// As in the general kernel of quantize_rows.cuh: 2^shift threads side by side, each with kDequantizeRows rows. Eights: each group of
-// eight columns lies in one block. `column_shift` and `row_shift` are the logarithms of the block's sides.
+// As in the general kernel of quantize_rows.cuh: 2^shift adjacent threads, each with kDequantizeRows rows. Eights: each group
+// of eight columns is within one block. `column_shift` and `row_shift` are the logarithms of the block's sides.
 template <class E, class T, bool Eights>
 __global__ void __launch_bounds__(kDequantizeThreads)
     dequantize(const __grid_constant__ DequantizeArguments a, int shift, uint32_t spans, int64_t grid_rows, int64_t grid_columns,

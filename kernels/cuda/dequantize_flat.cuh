@@ -1,8 +1,8 @@
-// Dequantizing whole blocks of contiguous codes: no group asks where it lies. A group is what one 16-byte store holds, so that the
-// stores of a warp lie side by side.
+// Dequantizes whole blocks of contiguous codes, so that no group needs its position. A group is one 16-byte store, so that the
+// stores of a warp are adjacent.
 //
-// Flat: blocks along the rows, or one scale: the matrix is one long row. Square: a thread's rows lie in one block, whose scale it reads
-// once.
+// Flat: blocks along the rows, or one scale; the matrix is one long row. Square: a thread's rows are in one block, whose scale
+// it reads once.
 #pragma once
 
 #include "dequantize.cuh"
@@ -10,7 +10,7 @@
 namespace blockfp {
 namespace cuda {
 
-// Elements of a group: eight of 16 bits, four of 32.
+// Elements of a group: eight 16-bit or four 32-bit ones.
 template <class T>
 constexpr int kGroupSize = 16 / sizeof(typename T::Raw);
 
@@ -18,7 +18,7 @@ constexpr int kGroupSize = 16 / sizeof(typename T::Raw);
 template <class E, class T>
 constexpr int kFlatGroups = T::kId == Fp32::kId || E::kBits == 6 ? 4 : 2;
 
-// The value of a stored scale, for scales of blocks of this many elements.
+// The value of a stored scale for blocks of this length.
 template <int Block>
 __device__ __forceinline__ float block_value(const void* scales, const float* tensor_scale, int64_t block) {
   if constexpr (Block == 0 || Block == 128) {
@@ -32,7 +32,7 @@ __device__ __forceinline__ float block_value(const void* scales, const float* te
   }
 }
 
-// Codes of group `group`. Six-bit groups lie across words, and are put together from the two that hold them.
+// Codes of group `group`. Six-bit groups straddle words and are assembled from two words.
 template <int Bits, int Size>
 __device__ __forceinline__ uint2 load_group(const uint8_t* codes, uint32_t group) {
   if constexpr (Bits * Size == 64) {
@@ -54,8 +54,8 @@ template <class E, class T, int Block, bool Square>
 __global__ void __launch_bounds__(kDequantizeThreads)
     dequantize_flat(const __grid_constant__ DequantizeArguments a, uint32_t spans, int64_t groups) {
   constexpr int kSize = kGroupSize<T>, kGroups = kFlatGroups<E, T>;
-  constexpr int kInBlock = Block == 0 ? 1 : Block / kSize;  // groups of a block, side by side
-  // Flat: one span, and `groups` counts the array. Square: `groups` counts a row, and spans of the threads lie side by side.
+  constexpr int kInBlock = Block == 0 ? 1 : Block / kSize;  // adjacent groups of a block
+  // Flat: one span, and `groups` counts the whole array. Square: `groups` counts a row, and the threads' spans are adjacent.
   const uint32_t band = Square ? blockIdx.x / spans : blockIdx.x, span = Square ? blockIdx.x - band * spans : 0;
   const int64_t first = Square ? static_cast<int64_t>(band) * kGroups * groups + span * kDequantizeThreads
                                : static_cast<int64_t>(band) * (kDequantizeThreads * kGroups);

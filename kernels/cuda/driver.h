@@ -1,4 +1,4 @@
-// Functions of the CUDA driver, looked up: this library loads where there is none.
+// Looks up functions of the CUDA driver, so that this library loads without a driver.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -6,7 +6,7 @@
 namespace blockfp {
 namespace cuda {
 
-// As CUDA 12.0 has it; null where the driver has none of that name.
+// The function's CUDA 12.0 version; null if the driver lacks it.
 template <class Function>
 Function driver_function(const char* name) {
   void* found = nullptr;

@@ -1,4 +1,4 @@
-// Eight neighbouring elements in registers: loading them, their values, and their largest magnitude.
+// Eight adjacent elements in registers: loading, values, and largest magnitude.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,7 +10,7 @@
 namespace blockfp {
 namespace cuda {
 
-// Registers that hold eight elements of T: two in a word, or one.
+// Registers that hold eight elements of T, two or one per word.
 template <class T>
 constexpr int kWords = 2 * sizeof(typename T::Raw);
 
@@ -38,7 +38,7 @@ __device__ __forceinline__ Eight<T> zeros() {
   return out;
 }
 
-// Zeros from element `count` on.
+// Sets elements from `count` on to zero.
 template <class T>
 __device__ __forceinline__ void keep_first(Eight<T>& x, int count) {
   constexpr int kPerWord = 8 / kWords<T>;
@@ -49,7 +49,7 @@ __device__ __forceinline__ void keep_first(Eight<T>& x, int count) {
   }
 }
 
-// The first `count` elements of x[0 .. 7], which may begin at any of them; what stands behind them is arbitrary, but zeros if count is 0.
+// Loads the first `count` elements of x[0 .. 7], at any element boundary; the rest is arbitrary, but zero if count is 0.
 template <class T>
 __device__ __forceinline__ Eight<T> load_unmasked(const typename T::Raw* x, int count) {
   Eight<T> out;
@@ -57,7 +57,7 @@ __device__ __forceinline__ Eight<T> load_unmasked(const typename T::Raw* x, int 
   return out;
 }
 
-// The same, and zeros behind.
+// The same, with zeros for the rest.
 template <class T>
 __device__ __forceinline__ Eight<T> load_anywhere(const typename T::Raw* x, int count) {
   Eight<T> out = load_unmasked<T>(x, count);
@@ -65,7 +65,7 @@ __device__ __forceinline__ Eight<T> load_anywhere(const typename T::Raw* x, int 
   return out;
 }
 
-// Value of element i, a compile-time constant once unrolled.
+// Value of element i, a compile-time constant after unrolling.
 template <class T>
 __device__ __forceinline__ float value(const Eight<T>& x, int i) {
   if constexpr (T::kId == Fp32::kId) {
@@ -90,8 +90,8 @@ __device__ __forceinline__ void set_value(Eight<T>& x, int i, float y) {
   }
 }
 
-// Largest magnitudes of two words, element by element; the sign bits of the result mean nothing. With Poison a NaN stays NaN, else
-// the other operand is taken.
+// Elementwise largest magnitudes of two words; the result's sign bits are arbitrary. With Poison, a NaN stays NaN; without, the
+// other operand is used.
 template <class T, bool Poison>
 __device__ __forceinline__ uint32_t larger_magnitude(uint32_t a, uint32_t b) {
 #if __CUDA_ARCH__ < 860
@@ -161,7 +161,7 @@ __device__ __forceinline__ int32_t largest(const Eight<T>& x) {
   return largest_of<T, Poison>(x.word);
 }
 
-// Maximum over groups of `Lanes` neighbouring lanes, `Step` apart.
+// Maximum over groups of `Lanes` lanes that are `Step` apart.
 template <int Lanes, int Step = 1>
 __device__ __forceinline__ int32_t lanes_max(int32_t x) {
 #pragma unroll
@@ -171,8 +171,8 @@ __device__ __forceinline__ int32_t lanes_max(int32_t x) {
   return x;
 }
 
-// Raises what is recorded to the amax of a warp's lanes, all of which come here. Most warps find a larger one there already, and spare
-// the others a wait: one address takes one such operation at a time.
+// Raises `recorded` to the amax of a warp's lanes, all of which must call it. Most warps already find a larger value there and
+// skip the atomic, of which an address takes one at a time.
 __device__ __forceinline__ void raise_amax(int32_t* recorded, int32_t amax) {
   amax = lanes_max<32>(amax);
   if (threadIdx.x % 32 == 0 && amax > __ldcg(recorded)) atomicMax(recorded, amax);

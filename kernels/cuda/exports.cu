@@ -1,48 +1,49 @@
-// The library's functions, callable through Apache TVM FFI from PyTorch, JAX (jax-tvm-ffi) and anything with DLPack.
+// The library's functions, callable through Apache TVM FFI from PyTorch, JAX (jax-tvm-ffi) and any DLPack library.
 //
 //   amax(x, out)
-//       out: int32, one element: fp32 bits of the largest magnitude of x, NaN ignored; a second one is that of x after the random
-//       Hadamard transform of its columns.
+//       out: int32 [1], fp32 bits of the largest magnitude of x, ignoring NaN; a second element is that of x after the random Hadamard
+//       transform of its columns.
 //   record_amax(amax, history)
-//       amax: int32, one element; history: float32 [n], whose first entry is raised to it unless it is Inf.
+//       amax: int32 [1]; history: float32 [n], whose first entry is raised to it unless it is Inf.
 //   amax_blocks(x, blocks, nan?, tensor?, FORMAT, row, column)
-//       blocks, nan: int32, one for each block; tensor: int32, one element.
+//       blocks, nan: int32, one per block; tensor: int32 [1].
 //   quantize(x, amax?, recorded?, key?, codes?, scales?, tensor_scale?, codes_t?, scales_t?, tensor_scale_t?, FORMAT,
 //            measure, eps_bits, largest_bits, rotate_t, mark, row, column, rows, columns)
 //       codes, scales: along the rows of x. codes_t, scales_t: of x transposed. Either, or both from one read.
 //       amax: of the tensor, for formats with one scale per tensor or two levels: int32 bits; with `measure` it is computed first, in
-//       place; a float32 is the multiplier itself (delayed scaling). With rotate_t it has two elements, the second of the rotated,
-//       transposed direction. recorded: int32, one element: of formats with one scale per tensor it becomes the amax of x, of
-//       formats in blocks the bits of Inf where x holds one. mark: the scales (of two levels the tensor scales) become NaN where x
-//       holds an Inf; it needs `recorded` wherever there is no amax.
-//       key: int32 or uint32 [2], or [4] whose second pair is for codes_t; absent: nearest even. rotate_t: the random Hadamard
-//       transform before codes_t. largest_bits: fp32 bits that replace an FP8 block multiplier that overflows.
+//       place; a float32 is the multiplier itself (delayed scaling). With rotate_t it has two elements, the second for the rotated,
+//       transposed direction. recorded: int32 [1]; with one scale per tensor it becomes the amax of x, in blocks the bits of Inf if x
+//       contains one. mark: scales (tensor scales, with two levels) become NaN if x contains an Inf; requires `recorded` if there is no
+//       amax.
+//       key: int32 or uint32 [2], or [4] whose second pair is for codes_t; absent: round to nearest even. rotate_t: apply the random
+//       Hadamard transform before codes_t. largest_bits: fp32 bits that replace an FP8 block multiplier that overflows.
 //   encode(x, blocks?, nan?, amax?, key?, codes, scales, tensor_scale?, FORMAT, eps_bits, largest_bits, row, column, rows, columns)
-//       with blocks or amax (reduced elsewhere) scales and tensor_scale are written, without they are read. Any strides and origin.
+//       with blocks or amax (reduced elsewhere), scales and tensor_scale are written; without, they are read. Any strides and origin.
 //   requantize(x, blocks, nan?, amax?, key?, codes, scales, tensor_scale?, kept_tensor_scale?, FORMAT, row, column, rows, columns)
-//       x: float32, what has become of quantized values. scales, kept_tensor_scale: those that they had, from which the new scales and
-//       tensor_scale go on (blockfp/kept_scales.h). blocks, nan, amax: of x. key: two random bytes an element. Any strides and origin.
+//       x: float32, updated quantized values. scales, kept_tensor_scale: the previous ones, from which the new scales and tensor_scale
+//       follow (blockfp/kept_scales.h). blocks, nan, amax: of x. key: two random bytes per element. Any strides and origin.
 //   dequantize(codes, scales, tensor_scale?, out, FORMAT, row, column)
-//       without a tensor_scale formats of two levels have values as with 1.
+//       without tensor_scale, two-level formats use 1.
 //   transpose(in, out, bits, rows, columns)
-//       bits: 8, 6 or 4 of codes and one-byte scales, 32 of fp32 scales; rows and columns of `in`, counted in codes.
+//       bits: 8, 6 or 4 for codes and one-byte scales, 32 for fp32 scales; rows and columns of `in`, in codes.
 //   interleave(scales, out, rows, repeat)
 //       scales: uint8 [..., m, n] for `rows` rows, each repeated `repeat` times; out: uint8 in tensor-core order.
 //   fold_keys(key, step?, rank, groups, advance, out)
-//       key: int32 or int64 [2]; step: int64, one element, which `advance` raises by one afterwards; out: int32 [max(groups, 1), 2, 2].
-//       Negative rank or groups: not folded in.
+//       key: int32 or int64 [2]; step: int64 [1], which `advance` increments afterwards; out: int32 [max(groups, 1), 2, 2]. Negative rank or
+//       groups aren't folded in.
 //   adamw(table, x)
-//       table: int64 in host memory, rows of StepEntry (blockfp/adamw.h), whose pointers are the caller's word. x: any array of theirs, for
-//       its device and the caller's stream.
+//       table: int64 in host memory, rows of StepEntry (blockfp/adamw.h), whose pointers are trusted. x: any of their arrays, for its
+//       device and the caller's stream.
 //   adamw_codes(table, x)
-//       the second pass: codes of new masters in formats whose scales need the amax of the whole parameter, to which `first` points in
-//       their rows; `second`: their tensor_scale, of formats of two levels.
+//       the second pass: codes of new masters in formats whose scales need the whole parameter's amax, to which the rows' `first` points;
+//       `second`: their tensor_scale, for two-level formats.
 //
-// FORMAT is four integers: element, block_rows, block_columns (0, 0: the tensor), rule, as elements.h and scales.h number them. FP8 with
-// a scale for each row (1, kWholeRow) is for amax_blocks, encode and dequantize. `?`: None or an array without elements where it is
-// absent. (row, column) is the origin of x in an unsharded matrix of (rows, columns); 0 rows stand for as far as x goes. Outputs are the
-// caller's, contiguous. Work is enqueued on the caller's current stream. Products stand in products/product_exports.cu, what is done
-// group by group in quantize/group_exports.cu, what is quantized straight to aligned codes in quantize/aligned_exports.cu.
+// FORMAT is four integers: element, block_rows, block_columns (0, 0: the tensor), rule, as numbered in elements.h and scales.h.
+// FP8 with a scale per row (1, kWholeRow) is only for amax_blocks, encode and dequantize. `?`: None or an empty array if
+// absent. (row, column) is the origin of x in an unsharded matrix of (rows, columns); 0 rows mean x's own extent. Callers
+// allocate the outputs, which are contiguous. Work is enqueued on the caller's current stream. Products are in
+// products/product_exports.cu, functions on groups in quantize/group_exports.cu, and quantizers to aligned codes in
+// quantize/aligned_exports.cu.
 #include "on_device.h"
 
 namespace blockfp {
@@ -183,7 +184,7 @@ void quantize(TensorView x, MaybeTensor amax, MaybeTensor recorded, MaybeTensor 
   }));
 }
 
-// What `encode` and `requantize` share.
+// Common to `encode` and `requantize`.
 EncodeArguments checked_encode(const OnDevice& on, TensorView x, MaybeTensor blocks, MaybeTensor nan, MaybeTensor amax, MaybeTensor key,
                                TensorView codes, TensorView scales, MaybeTensor tensor_scale, const Format& f, int64_t row, int64_t column,
                                int64_t rows, int64_t columns) {

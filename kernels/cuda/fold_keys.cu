@@ -1,4 +1,4 @@
-// The keys of a layer's gradients: fold_in of a key and, one after another, the step, a rank, the direction and the group.
+// The keys of a layer's gradients: folds the step, a rank, the direction and the group into a key, one after another.
 #include "blockfp/threefry.h"
 #include "launch.h"
 
@@ -11,8 +11,8 @@ __device__ __forceinline__ Words<uint32_t> fold_in(Words<uint32_t> key, uint32_t
   return threefry2x32<uint32_t>(key.w0, key.w1, 0u, data);
 }
 
-// out: [max(groups, 1)][2 directions] keys. step is null, rank and groups negative, where nothing is folded in. With `advance` there is one
-// block, which raises the step by one when all have read it.
+// out: [max(groups, 1)][2 directions] keys. A null step, and negative rank or groups, aren't folded in. With `advance` there is
+// a single thread block, which increments the step after all threads have read it.
 template <class Word>
 __global__ void fold_keys(const Word* key, int64_t* step, int64_t rank, int64_t groups, bool advance, Words<uint32_t>* out) {
   const int64_t count = 2 * (groups < 0 ? 1 : groups), now = step == nullptr ? 0 : *step;

@@ -1,5 +1,5 @@
-// Conversions between FP8 and wider floats: the GPU's own, which it has from compute capability 8.9 on, and arithmetic with the same bits
-// before that.
+// Conversions between FP8 and wider floats: the GPU's own from compute capability 8.9 on, before that arithmetic with the same
+// bits.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -33,7 +33,7 @@ template <bool Wide>
 __device__ __forceinline__ uint32_t convert_four(const float* y) {
 #if __CUDA_ARCH__ >= 890
   uint32_t out;
-  // The second conversion takes the first one's word along: written as one piece, it costs no step of its own.
+  // The second conversion takes the first one's word as input; written as one piece, combining them costs no instruction.
   if constexpr (Wide) {
     asm("{.reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, %2, %1; cvt.rn.satfinite.e5m2x2.f32 high, %4, %3; mov.b32 %0, {low, high};}"
         : "=r"(out)
@@ -49,7 +49,7 @@ __device__ __forceinline__ uint32_t convert_four(const float* y) {
 #endif
 }
 
-// Two codes, one in each half of a word, as fp16; exact, NaN as 0x7FFF.
+// Converts two codes, one in each half of a word, to fp16; exact, NaN as 0x7FFF.
 template <bool Wide>
 __device__ __forceinline__ uint32_t halves_of_spread(uint32_t codes) {
   if constexpr (Wide) {
@@ -57,7 +57,7 @@ __device__ __forceinline__ uint32_t halves_of_spread(uint32_t codes) {
     const uint32_t nan = __vcmpgtu2(codes & 0x007F007Fu, 0x007C007Cu);
     return (codes << 8 & ~nan) | (0x7FFF7FFFu & nan);
   } else {
-    // The fields in their places stand for 2^-8 of the value; subnormals too.
+    // Moved into fp16's fields, the code represents 2^-8 of its value, also for subnormals.
     const uint32_t nan = __vcmpeq2(codes & 0x007F007Fu, 0x007F007Fu);
     const uint32_t placed = (codes & 0x00800080u) << 8 | (codes & 0x007F007Fu) << 7;
     const uint32_t halves = bit_cast<uint32_t>(__hmul2(bit_cast<__half2>(placed), __float2half2_rn(256.0f)));
@@ -65,7 +65,7 @@ __device__ __forceinline__ uint32_t halves_of_spread(uint32_t codes) {
   }
 }
 
-// Two codes as fp16, the lower byte in the lower half; exact.
+// Converts two codes to fp16, the lower byte to the lower half; exact.
 template <bool Wide>
 __device__ __forceinline__ uint32_t halves_of(uint16_t pair) {
 #if __CUDA_ARCH__ >= 890

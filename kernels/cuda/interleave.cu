@@ -1,4 +1,4 @@
-// One-byte scales in the order that block-scaled tensor-core products read, padded with zeros: tiles of 128 rows by 4 scales.
+// Writes one-byte scales in the order of block-scaled tensor-core products, padded with zeros: tiles of 128 rows by 4 scales.
 #include "launch.h"
 
 namespace blockfp {
@@ -6,7 +6,7 @@ namespace cuda {
 
 constexpr int kInterleaveThreads = 256;
 
-// A thread writes the four bytes that lie side by side: row i, scales 4 q .. 4 q + 3. Row i of the product has scale row i / repeat.
+// A thread writes four adjacent bytes: row i, scales 4 q .. 4 q + 3. Row i of the product has scale row i / repeat.
 __global__ void __launch_bounds__(kInterleaveThreads)
     interleave(const uint8_t* in, uint32_t* out, int64_t words, int64_t rows, int64_t m, int64_t n, int64_t row_tiles,
                int64_t column_tiles, int repeat) {

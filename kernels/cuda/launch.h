@@ -1,4 +1,4 @@
-// Small questions that launches ask.
+// Helpers of launches.
 #pragma once
 
 #include "arguments.h"

@@ -1,4 +1,4 @@
-// What the exported functions share: the device and the stream that a call runs on, and x as a stack of matrices.
+// Shared by the exported functions: a call's device and stream, and x as a stack of matrices.
 #pragma once
 
 #include <cuda.h>
@@ -11,7 +11,7 @@
 namespace blockfp {
 namespace cuda {
 
-// The device of an argument and the caller's current stream there, for the length of a call.
+// An argument's device and the caller's current stream there, for the duration of a call.
 class OnDevice {
  public:
   OnDevice(const TensorView& x, const char* name) : device(x.device()) {
@@ -21,7 +21,8 @@ class OnDevice {
     stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device.device_id));
   }
   ~OnDevice() {
-    // Where nobody uses that device, setting it would make a context there, half a gigabyte: the thread stays on this one.
+    // If the process doesn't use the previous device, setting it would create a context there, half a gigabyte; then the thread
+    // stays on this one.
     if (before_ != device.device_id && has_context(before_)) cudaSetDevice(before_);
   }
   OnDevice(const OnDevice&) = delete;
@@ -34,7 +35,7 @@ class OnDevice {
   cudaStream_t stream;
 
  private:
-  // Whether the process has made a context on a device; true where the driver can't say.
+  // Whether the process has a context on a device; true if the driver can't tell.
   static bool has_context(int ordinal) {
     static const auto state = driver_function<decltype(&cuDevicePrimaryCtxGetState)>("cuDevicePrimaryCtxGetState");
     unsigned flags = 0;
@@ -47,11 +48,11 @@ class OnDevice {
 
 inline bool same_device(DLDevice a, DLDevice b) { return a.device_type == b.device_type && a.device_id == b.device_id; }
 
-// What a call does with the scales of a format: it makes them, by 4-over-6 too, or goes by those that are there (or by amaxes alone), whose
-// bytes mean the same whatever rule has made them.
+// How a call uses a format's scales: it computes them (kChosen: also by 4-over-6), or uses existing ones (or amaxes alone),
+// whose bytes mean the same under every rule.
 enum class Scales { kMade, kChosen, kThere };
 
-// The format that four numbers stand for, of those that this library has; `any_row`: also FP8 with a scale for each row of any length.
+// The format with these four numbers, if the library supports it; `any_row` also allows FP8 with a scale per row of any length.
 inline Format checked_format(int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule, Scales scales = Scales::kMade,
                              bool any_row = false) {
   Format f = format_of(element, block_rows, block_columns, rule);
@@ -83,7 +84,7 @@ inline Matrices matrices_of(const TensorView& x, const char* name) {
     }
     m.batches *= x.size(axis);
   }
-  // Strides of axes with one entry say nothing.
+  // Strides of axes of length 1 are arbitrary.
   if (m.columns == 1) m.column_stride = 1;
   if (m.rows == 1) m.row_stride = m.columns;
   return m;
@@ -92,7 +93,7 @@ inline Matrices matrices_of(const TensorView& x, const char* name) {
 }  // namespace cuda
 }  // namespace blockfp
 
-// Functions of as many arguments as there are arrays, which the macros for typed functions don't make.
+// Functions of any number of arrays, which the macros for typed functions can't define.
 #define BLOCKFP_EXPORT_PACKED(name)                                                                                           \
   extern "C" TVM_FFI_DLL_EXPORT int __tvm_ffi_##name(void*, const TVMFFIAny* arguments, int32_t count, TVMFFIAny* result) {   \
     TVM_FFI_SAFE_CALL_BEGIN();                                                                                                \

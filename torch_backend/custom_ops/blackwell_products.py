@@ -1,4 +1,4 @@
-"""Products of MX and NVFP4 by Blackwell's matrix units, which torch calls."""
+"""Products of MX and NVFP4 operands on Blackwell's matrix units, through torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _elements(a: Matrix, b: Matrix) -> tuple[list[Tensor], list[Format]]:
 
 
 def _interleaved(x: Matrix) -> Tensor:
-    """One scale for each row and block along k, in the order of the matrix units."""
+    """Returns one scale for each row and block along k, in the matrix units' order."""
     assert x.format is not None
     assert x.format.block is not None
     codes, scales = x.parts[:2]
@@ -49,4 +49,4 @@ def _nvfp4(a: Matrix, b: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Ten
 
 
 BLACKWELL = {"mx": _mx, "nvfp4": _nvfp4}
-"""The products by the routes' modes: (a, b, bias, dtype) -> a @ b^T + bias."""
+"""Products by route mode: (a, b, bias, dtype) -> a @ b^T + bias."""

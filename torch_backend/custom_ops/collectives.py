@@ -1,6 +1,6 @@
-"""Collectives by group name: functional, so that compiled code holds them as they are and eager code the same ones.
+"""Functional collectives by group name, the same for compiled and eager code.
 
-blockfp::following  (x, other) -> x copied, which a compiler can't move to where `other` isn't known yet
+blockfp::following  (x, other) -> a copy of x, which a compiler can't schedule before `other` is computed
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ def _following_fake(x: Tensor, other: Tensor) -> Tensor:
 
 
 def max_reduce(tensor: Tensor, groups: Sequence[str]) -> Tensor:
-    """The elementwise maximum over the ranks of each group, one group after another; every rank of them calls it alike.
+    """Returns the elementwise maximum over the ranks of each group, one group after another; all their ranks must call it.
 
-    Args:
-        tensor: int32 (amaxes as fp32 bits, whose integer order is that of the magnitudes); left as it is.
-        groups: names of process groups (`sharding.group_name`); none returns the tensor itself.
+    `tensor` is int32, amaxes as fp32 bits, whose integer order is the magnitudes'; it is unchanged. Without groups it is
+    returned itself.
     """
     for name in groups:
         tensor = collectives.wait_tensor(collectives.all_reduce(tensor.contiguous(), "max", name))
@@ -39,7 +38,7 @@ def max_reduce(tensor: Tensor, groups: Sequence[str]) -> Tensor:
 
 
 def max_reduce_together(tensors: Sequence[Tensor], groups: Sequence[str]) -> list[Tensor]:
-    """`max_reduce` of several tensors in one collective a group."""
+    """`max_reduce` of several tensors, with one collective per group."""
     if not tensors or not groups:
         return list(tensors)
     if len(tensors) == 1:

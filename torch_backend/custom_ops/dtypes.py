@@ -1,4 +1,4 @@
-"""torch's dtypes: those of values, and those that view codes and scales as numbers, in the same memory."""
+"""torch's dtypes of values, and views of codes and scales as numbers."""
 
 from __future__ import annotations
 
@@ -11,25 +11,21 @@ from blockfp.definition.bits import FLOAT_DTYPES
 from blockfp.formats import ELEMENTS, Format
 
 DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in FLOAT_DTYPES)
-"""The dtypes that can be quantized, and dequantized to."""
+"""Dtypes that can be quantized and dequantized to."""
 
-# Pairs of 4-bit codes are elements of a dtype of their own; there is none for 6 bits.
+# torch's 4-bit dtype holds two codes; it has no 6-bit dtype.
 _CODES = {e.name: getattr(torch, e.native_dtype + ("_x2" if e.bits == 4 else ""), None) for e in ELEMENTS.values()}
 _SCALES = {name: getattr(torch, name) for name in ("float8_e8m0fnu", "float8_e4m3fn", "float32")}
 
 
 @cache
 def name_of(dtype: torch.dtype) -> str:
-    """The core's name of a dtype: "bfloat16" for torch.bfloat16."""
+    """Returns the core's name of a dtype: "bfloat16" for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 def view_codes(codes: Tensor, format: Format) -> Tensor:
-    """Codes as elements; of 4 bits as pairs in a byte.
-
-    Raises:
-        TypeError: 6-bit elements.
-    """
+    """Returns a view of codes as elements, 4-bit ones as pairs; raises TypeError for 6-bit elements."""
     dtype = _CODES[format.element.name]
     if dtype is None:
         raise TypeError(
@@ -40,12 +36,12 @@ def view_codes(codes: Tensor, format: Format) -> Tensor:
 
 
 def view_scales(scales: Tensor, format: Format) -> Tensor:
-    """Scales as numbers: fp32 ones as they are."""
+    """Returns a view of scales as numbers; fp32 scales unchanged."""
     return scales.view(_SCALES[format.scale.native_dtype])
 
 
 def stored(codes: Tensor, scales: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """Codes and scales as the format stores them, where they are of its own dtypes; of another dtype as they are."""
+    """Returns codes and scales as uint8 if they have the format's native dtypes; other dtypes unchanged."""
     if codes.dtype is _CODES[format.element.name]:
         codes = codes.view(torch.uint8)
     if scales.dtype is _SCALES[format.scale.native_dtype] and format.scale.dtype == "uint8":

@@ -1,4 +1,4 @@
-"""The custom op that stands behind a layer in a program of torch.export, which keeps what a layer's forward runs, no backward.
+"""The custom op at a layer's output in torch.export programs, which record the layer's forward but not its backward.
 
 blockfp::without_backward   (y, x, weight, bias) -> y
 """
@@ -17,9 +17,9 @@ without_backward = define("without_backward(Tensor y, Tensor x, Tensor weight, T
 
 
 def outputs(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns a layer's outputs, whose backward raises in a program of torch.export.
+    """Returns a layer's outputs; in a torch.export program their backward raises.
 
-    Without it, gradients of all that lies before the layer would be missing there, and those of other parameters be right.
+    Without this op, gradients of everything before the layer would silently be missing there, and other gradients correct.
     """
     if not is_exporting():
         return y

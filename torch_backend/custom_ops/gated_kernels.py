@@ -1,7 +1,7 @@
-"""The CUDA library's casts of what an activation makes, which never lies in memory, and its gradients of activations.
+"""The CUDA library's fused activation and cast, and activation gradients.
 
-They run where the library has a kernel for the format, the dtype and the lengths, and where that gives the bits of PyTorch's
-own operations: once, on each device, kernels and the installed PyTorch compute all values of a gate, and are compared.
+They run if the library supports the format, dtype and lengths, and gives the bits of PyTorch's own operations. That is tested
+once per device: kernels and the installed PyTorch compute all values of a gate, and the results are compared.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from .made_casts import MadeRun, measures
 from .quantize_plans import NEITHER, Aligned
 
 NUMBERS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
-"""Activations as the library numbers them."""
+"""Activation numbers of the library."""
 
 _agreed: dict[Any, bool] = {}
-"""True where the kernels have PyTorch's bits, by device, dtype, activation and the presence of an up."""
+"""Whether the kernels match PyTorch, by device, dtype, activation and presence of an up."""
 
 
 def plan_of(
@@ -44,18 +44,12 @@ def plan_of(
     eps: float,
     aligned: Aligned = NEITHER,
 ) -> MadeRun | None:
-    """Makes the plan for gates and ups that lie as these do; None where the kernels don't take them.
+    """Plans the cast of an activation's output for gates and ups of this layout; None if the kernels can't run it.
 
-    Args:
-        gate, up: two of them, [rows, columns].
-        activation, layout: see `activations`.
-        row, column, knows_amax, multiplied, rotate, eps: as for `made_casts.plan_of`, of what the activation makes.
-        aligned: which directions come aligned.
-
-    Returns:
-        The plan, which takes gate and up.
+    gate and up are examples, [rows, columns]. `activation` and `layout` are as in `activations`, the other arguments as for
+    `made_casts.plan_of`. `aligned` says which directions to align. The plan takes gate and up.
     """
-    # A gate alone is activated as fast as it is read for an amax: two kernels read no more than one after the other.
+    # Without an up, a separate activation kernel costs no more reads than measuring the amax first.
     if not _takes(gate, up, layout == "pairs") or (up is None and measures(row or column, knows_amax, multiplied)):
         return None
     direct = _aligned_plan(gate, up, activation, row, column, aligned, rotate) if any(aligned) else None
@@ -77,7 +71,7 @@ def _aligned_plan(
     aligned: Aligned,
     rotate: bool,
 ) -> MadeRun | None:
-    """`plan_of` of MX operands that come aligned from one kernel; None where it doesn't make the directions that are wanted."""
+    """Like `plan_of`, for MX operands that one kernel casts and aligns; None if it can't produce the requested directions."""
     format, (rows, columns) = row or column, gate.shape
     assert format is not None
     if (row is not None and column is not None and row is not column) or not made_casts.known(format):
@@ -102,15 +96,15 @@ def _aligned_plan(
 
 
 def lies_aligned(gate: Tensor, up: Tensor | None) -> bool:
-    """Says whether memory holds them from a multiple of 16 bytes on, as each call has to ask. Of pairs the gate is asked about.
+    """Returns whether gate and up begin at multiples of 16 bytes and aren't negated (torch's negative bit); ask on every call.
 
-    It may hold the negated values, as torch's negative bit says.
+    Of pairs, pass the gate only.
     """
     return all(one is None or not (one.data_ptr() % 16 or one.is_neg()) for one in (gate, up))
 
 
 def made_of(gate: Tensor, up: Tensor | None, activation: str, layout: str) -> Tensor | None:
-    """Returns what the activation makes, in one launch; None where the kernels don't take these."""
+    """Returns the activation's output, computed by one launch; None if the kernels can't read the inputs."""
     pairs = layout == "pairs"
     if (
         not _takes(gate, up, pairs)
@@ -124,9 +118,9 @@ def made_of(gate: Tensor, up: Tensor | None, activation: str, layout: str) -> Te
 
 
 def gradient_of(gradient: Tensor, gate: Tensor, up: Tensor | None, activation: str, layout: str) -> list[Tensor] | None:
-    """Returns the gradients of gate and up, or of the one tensor in which they lie; None where the kernels don't take them.
+    """Returns the gradients of gate and up, as two tensors or as one in the layout of the input; None if the kernels can't run.
 
-    Of a gate alone PyTorch's own kernel is the faster one.
+    Without an up it returns None, since PyTorch's kernel is faster.
     """
     pairs = layout == "pairs"
     if (
@@ -151,7 +145,7 @@ def gradient_of(gradient: Tensor, gate: Tensor, up: Tensor | None, activation: s
 
 
 def _takes(gate: Tensor, up: Tensor | None, pairs: bool) -> bool:
-    """Says whether the kernels can read these."""
+    """Returns whether the kernels can read gate and up."""
     if kernels_for(gate) is not cuda or gate.dtype not in (torch.bfloat16, torch.float16) or not gate.numel():
         return False
     rows, columns = gate.shape
@@ -163,10 +157,9 @@ def _takes(gate: Tensor, up: Tensor | None, pairs: bool) -> bool:
 
 
 def agrees(gate: Tensor, activation: str, gated: bool) -> bool:
-    """Says whether the kernels' activation has the bits of PyTorch's on the device of `gate`, and in its dtype.
+    """Returns whether the kernels' activation matches PyTorch's bits for the device and dtype of `gate`; warns if it doesn't.
 
-    They are compared when it is asked for the first time, which waits for the device; while a CUDA graph is captured the answer
-    is False, unless it is known. A warning tells where it is no.
+    The first call compares them, which waits for the device. During CUDA graph capture an unknown answer is False.
     """
     key = (gate.device, gate.dtype, activation, gated)
     known = _agreed.get(key)
@@ -184,9 +177,9 @@ def agrees(gate: Tensor, activation: str, gated: bool) -> bool:
 
 
 def differing(device: torch.device, dtype: torch.dtype, activation: str, gated: bool) -> dict[str, list[float]]:
-    """Returns the first gates at which the kernels' results differ from PyTorch's, by what is computed; empty where none does.
+    """Returns the first gates at which the kernels differ from PyTorch, by result; empty if none do.
 
-    Results are the activation and its gradients, over all values of a gate, with ups and gradients of all sizes.
+    Compares the activation and its gradients over all values of a gate, with ups and gradients of all magnitudes.
     """
     repeats = 8
     every = torch.arange(-(1 << 15), 1 << 15, device=device, dtype=torch.int32).to(torch.int16).view(dtype)

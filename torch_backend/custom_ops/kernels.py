@@ -1,4 +1,4 @@
-"""Chooses what runs on a tensor's device: the CPU kernels, the CUDA kernels, or the definition, all with the same bits."""
+"""Chooses the implementation for a tensor's device: CPU kernels, CUDA kernels, or the definition, all with the same bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from . import cuda
 
 
 def kernels_for(x: Tensor) -> Any:
-    """Returns the fastest module for x's device, with `amax`, `quantize`, `requantize` and `dequantize` of the definition."""
+    """Returns the fastest module for x's device, with the definition's `amax`, `quantize`, `requantize` and `dequantize`."""
     if type(x) is FakeTensor:
         return numerics
     found = _kernels.get(x.device)
@@ -30,12 +30,12 @@ def kernels_for(x: Tensor) -> Any:
 
 
 _kernels: dict[torch.device, Any] = {}
-"""What `kernels_for` found for each device."""
+"""Results of `kernels_for` by device."""
 switch.when_turned(_kernels.clear)
 
 
 def transpose(codes: Tensor, scales: Tensor, format: Format, *, columns: int) -> tuple[Tensor, Tensor]:
-    """Codes and scales of the transposed matrix; see `numerics.transpose`. They may be views."""
+    """Returns codes and scales of the transposed matrix, possibly as views; see `numerics.transpose`."""
     if kernels_for(codes) is cuda:
         return cuda.transpose(codes, scales, format, columns=columns)
     if format.element.bits == 8 and format.square:
@@ -44,5 +44,5 @@ def transpose(codes: Tensor, scales: Tensor, format: Format, *, columns: int) ->
 
 
 def rotate(x: Tensor) -> Tensor:
-    """The random Hadamard transform along x's last axis; see `rotation.rotate`."""
+    """Applies the random Hadamard transform along x's last axis; see `rotation.rotate`."""
     return (native if kernels_for(x) is native else rotation).rotate(x)

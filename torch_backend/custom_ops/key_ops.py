@@ -1,4 +1,4 @@
-"""The custom op that makes the keys which a step's gradients are rounded with.
+"""The custom op that derives the stochastic-rounding keys of a step's gradients.
 
 blockfp::gradient_keys   (key, step, folds, groups) -> int32 [groups, 2, 2]
 """
@@ -31,18 +31,18 @@ def gradient_keys(
     now: bool = False,
     single: bool = False,
 ) -> Tensor:
-    """The keys that a layer's gradients are rounded with, int32 [groups or 1, 2, 2]: of each group, rowwise and columnwise.
+    """Returns the keys for rounding a layer's gradients, int32 [groups or 1, 2, 2]: per group, rowwise and columnwise.
 
-    They are `rounding.gradient_key` of the key with, one after another, the step and each of `folds` folded in.
+    Folds the step and then each of `folds` into the key and applies `rounding.gradient_key`.
 
     Args:
         key: two words as an int32 or int64 tensor.
         step: an integer tensor of shape (), or None.
-        folds: further numbers, such as this rank's coordinate on the data-parallel axes.
-        groups: how many groups (experts) the layer has; None for a layer without.
-        advance: raises the step by one afterwards.
-        now: whether nothing is known to trace, and no mode to watch operations.
-        single: leaves out the axis of groups, of a layer without.
+        folds: further numbers, such as this rank's data-parallel coordinate.
+        groups: number of groups (experts); None for a layer without groups.
+        advance: increments the step afterwards.
+        now: nothing is known to trace or to watch operations.
+        single: omits the axis of groups, for a layer without groups.
     """
     count = -1 if groups is None else groups
     if not now and (torch.compiler.is_compiling() or not runs_now(key)):
@@ -61,7 +61,7 @@ def gradient_keys(
 def _gradient_keys(key: Tensor, step: Tensor | None, folds: list[int], groups: int) -> Tensor:
     if kernels_for(key) is cuda and len(folds) < 2:
         return cuda.gradient_keys(key, step, folds[0] if folds else -1, groups)
-    # On a CPU in Python's integers: a tensor operation costs more than all of them.
+    # On a CPU, Python integers cost less than a single tensor operation.
     words: Any = tuple(int(word) & 0xFFFFFFFF for word in key) if key.is_cpu else key.to(torch.int32)
     if step is not None:
         words = fold_in(words, int(step) & 0xFFFFFFFF if key.is_cpu else step)
@@ -81,5 +81,5 @@ def _gradient_keys_fake(key: Tensor, step: Tensor | None, folds: list[int], grou
 
 
 def signed(word: int) -> int:
-    """The int32 with the bits of a uint32 word."""
+    """Returns the int32 with the bits of a uint32 word."""
     return word - (1 << 32) if word >> 31 else word

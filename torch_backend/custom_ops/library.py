@@ -1,6 +1,6 @@
-"""The library of blockfp's custom ops, and how an op is defined: its schema, what carries it out, and its fake.
+"""The library of blockfp's custom ops, and functions that define an op: its schema, implementation and fake.
 
-Ops carry a format as its name. A compiled graph holds one call to each; what runs behind it gives the same bits everywhere.
+Ops take a format by name. A compiled graph calls each op once; every implementation gives the same bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def define(schema: str) -> Any:
-    """Defines an op and returns it, ready to be called."""
+    """Defines an op and returns its callable."""
     name = _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     op = getattr(torch.ops.blockfp, name).default
     _library.impl(name, partial(_resolved, op), "Negative")
@@ -33,10 +33,9 @@ def define(schema: str) -> Any:
 
 
 def _resolved(op: Any, *arguments: Any, **options: Any) -> Any:
-    """Calls an op with tensors whose memory holds the negated values, as torch's negative bit says, as it has them elsewhere.
+    """Calls an op after resolving torch's negative bit, which marks tensors whose memory holds the negated values.
 
-    Raises:
-        ValueError: a compiler traces. Inductor reads memory, and takes no notice of the bit.
+    Raises ValueError while a compiler traces, since Inductor ignores the bit.
     """
 
     def resolved(tensor: Tensor) -> Tensor:
@@ -51,7 +50,7 @@ def _resolved(op: Any, *arguments: Any, **options: Any) -> Any:
 
 
 def impl(op: Any) -> Register:
-    """Registers the decorated function to carry out an op, on every device."""
+    """Registers the decorated function as an op's implementation on every device."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         _library.impl(op.name().removeprefix("blockfp::"), function, "CompositeExplicitAutograd")
@@ -61,7 +60,7 @@ def impl(op: Any) -> Register:
 
 
 def fake(op: Any) -> Register:
-    """Registers the decorated function to make an op's results without values, while a compiler traces and on meta tensors."""
+    """Registers the decorated function as an op's fake, which returns outputs without values for tracing and meta tensors."""
     return torch.library.register_fake(op.name(), lib=_library)
 
 
@@ -76,29 +75,29 @@ def differentiate(op: Any) -> Register:
 
 
 def empty_parts(x: Tensor, shape: Sequence[int], format: Format, origin: tuple[int, int] = (0, 0)) -> list[Tensor]:
-    """Codes, scales and, of formats with two levels, the tensor scale of an array of this shape, not filled, on x's device."""
-    # Not cached: a compiler may leave lengths open.
+    """Returns uninitialized codes, scales and, in two-level formats, tensor scale of an array of this shape, on x's device."""
+    # Not cached, since lengths may be symbolic.
     parts = layout.parts.__wrapped__(tuple(shape), format, origin)
     return [x.new_empty(part, dtype=getattr(torch, dtype)) for part, dtype in parts]
 
 
 def is_real(tensor: Tensor) -> bool:
-    """Says whether a tensor has memory of its own: it is no meta tensor, and stands for no other while a compiler traces.
+    """Returns whether a tensor has memory: it isn't a meta tensor, nor a compiler's stand-in.
 
-    Other tensors have to go through an op, so that it is traced, or its fake runs.
+    Other tensors must go through an op, so that it is traced or its fake runs.
     """
     return type(tensor) is Tensor and not tensor.is_meta
 
 
 def runs_now(tensor: Tensor) -> bool:
-    """Says whether an operation on a tensor runs at once and nobody watches: the tensor is real, and no mode is on.
+    """Returns whether operations on a tensor run immediately and unobserved: the tensor is real and no dispatch mode is active.
 
-    Modes are FLOP counters, selective checkpointing and tracers: they see operations that go through the dispatcher.
+    Modes (FLOP counters, selective checkpointing, tracers) only see operations that go through the dispatcher.
     """
     return type(tensor) is Tensor and not tensor.is_meta and not dispatch_modes()
 
 
 def outside_graphs(function: Function) -> Function:
-    """Makes a compiler leave its graph at a function, and begin another behind it."""
+    """Makes compilers break their graph at a function."""
     disabled: Any = torch.compiler.disable(function)
     return disabled

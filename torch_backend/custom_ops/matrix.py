@@ -17,12 +17,12 @@ class Matrix(NamedTuple):
     """An operand of a product, [size, contracted].
 
     Attributes:
-        parts: codes, scales and maybe tensor scale; the values alone; or a `QuantizedTensor`, which knows its own origin.
-        format: of the codes; None for values.
-        origin: (row, column) of its first element in the matrix whose blocks are counted.
+        parts: codes, scales and any tensor scale; or the values alone; or one `QuantizedTensor`, which has its own origin.
+        format: format of the codes; None for values.
+        origin: (row, column) of the first element in the matrix from whose corner blocks are counted.
         transposed: whether it is stored as [contracted, size].
-        ordered: whether its scales of 1x128 come as the CUDA library's product reads them, [blocks, size filled up to fours].
-        aligned: whether its MX codes were quantized straight to those of `definition.alignment`, and its scales are `ordered`.
+        ordered: whether 1x128 scales are stored as the CUDA library's product reads them, [blocks, size rounded up to 4].
+        aligned: whether MX codes were aligned when quantized (`definition.alignment`); scales are then `ordered`.
     """
 
     parts: Sequence[Tensor]
@@ -39,11 +39,11 @@ class Matrix(NamedTuple):
 
     @property
     def factor(self) -> Tensor:
-        """The scale of the whole tensor, float32 of one element, of formats that have one."""
+        """The tensor scale, float32 of one element; only for formats that have one."""
         return self.parts[-1]
 
     def values(self, dtype: torch.dtype, columns: int, *, factored: bool = False) -> Tensor:
-        """The values in `dtype`; `factored` leaves out the scale of the whole tensor."""
+        """Returns the values in `dtype`; `factored` leaves out the tensor scale."""
         if self.format is None:
             return self.parts[0].to(dtype)
         parts = self.parts

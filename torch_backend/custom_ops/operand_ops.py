@@ -1,12 +1,12 @@
-"""The custom ops that quantize an operand of a matrix product: rowwise, columnwise, or both from one read.
+"""Custom ops that quantize an operand of a matrix product rowwise, columnwise, or both from one read.
 
     blockfp::quantize_operand   (x, row, column, amax, multiplier, row_key, column_key, rotate, eps, align_row, align_column)
-                                -> [row parts .., column parts .., amax where a multiplier is given]
-    blockfp::delayed_multiplier (scale, amax, format, eps) -> float32 (), what delayed scaling multiplies with
+                                -> [row parts .., column parts .., amax if a multiplier is given]
+    blockfp::delayed_multiplier (scale, amax, format, eps) -> float32 (), delayed scaling's multiplier
 
-Columnwise is rowwise of x transposed, so scales run along the rows of x and codes lie transposed. Parts are codes, scales and,
-for formats of two levels, tensor_scale. `row` and `column` are names of formats, None where the direction isn't wanted. The
-scales are those of the definition, but that they are NaN where x holds an Inf (`overflow`).
+Columnwise quantizes the transpose of x: scales run along the rows of x and codes are transposed. Parts are codes, scales and,
+for two-level formats, tensor_scale. `row` and `column` are format names, None for an unneeded direction. Scales follow the
+definition, except that they are NaN if x contains an Inf (`overflow`).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _op = define(
 )
 
 delayed_multiplier = define("delayed_multiplier(Tensor scale, Tensor amax, str format, float eps) -> Tensor")
-"""See `scaling.delayed_multiplier`; amax is int32 [1]. An op, since compilers would trace all of its integer arithmetic."""
+"""See `scaling.delayed_multiplier`; amax is int32 [1]. An op, so that compilers don't trace its integer arithmetic."""
 
 
 class Directions(NamedTuple):
-    """Parts of an operand in each direction, empty where it was not asked for; and its amax, int32 [1], or None."""
+    """An operand's parts by direction, empty if not requested, and its amax, int32 [1], or None."""
 
     row: list[Tensor]
     column: list[Tensor]
@@ -62,14 +62,13 @@ def quantize_operand(
     Args:
         x: [rows, columns], float32, float16 or bfloat16.
         row, column: formats, or None.
-        amax: int32 [1], fp32 bits of the largest magnitude, where it is known: formats with one scale per tensor take their
-            scale from it.
-        multiplier: float32 of one element, instead of an amax: delayed scaling. The amax of x is returned then.
-        row_key, column_key: two words each as int32 [2], for stochastic rounding.
-        rotate: the random Hadamard transform before the columnwise direction.
-        eps: lifts amaxes, as for `numerics.quantize`, of formats where it has a meaning. It has no default: a compiler may
-            leave one open, as any number that it doesn't find in code (`dynamic=True`), and no op of a layer takes it so.
-        aligned: which directions come aligned, for products that take such operands (`products.comes_aligned`).
+        amax: int32 [1], fp32 bits of the largest magnitude, if known; formats with one scale per tensor derive it from this.
+        multiplier: float32 [1], delayed scaling's, instead of an amax. The amax of x is then returned.
+        row_key, column_key: int32 [2] each, for stochastic rounding.
+        rotate: applies the random Hadamard transform before the columnwise direction.
+        eps: lower bound of amaxes, as for `numerics.quantize`, in formats that have one. No default: with `dynamic=True`,
+            compilers treat numbers that aren't in the calling code as symbolic, which no layer's op accepts.
+        aligned: directions to align, for products that take aligned operands (`products.comes_aligned`).
     """
     names = [None if format is None else format.name for format in (row, column)]
     parts = _op(x, *names, amax, multiplier, row_key, column_key, rotate, eps, *aligned)
@@ -83,10 +82,10 @@ def quantize_operand(
 
 
 def tensor_amax(x: Tensor, *, by_row: bool = False) -> Tensor:
-    """Largest magnitude of x, or of each of its rows, NaN ignored, as int32 [1 or rows] of fp32 bits, in plain operations.
+    """Returns the largest magnitude of x, or of each row, ignoring NaN, as int32 [1 or rows] of fp32 bits.
 
-    For compiled code, where it is fused with what makes x. It looks at the bits of x's own dtype: a comparison of floats might
-    see values that were not yet rounded to it.
+    In plain operations, for compiled code, which fuses them with the computation of x. They use the bits of x's dtype, because
+    float comparisons might see values before they are rounded to it.
     """
     words = torch.int32 if x.dtype is torch.float32 else torch.int16
     magnitude = x.view(words) & torch.iinfo(words).max
@@ -97,7 +96,7 @@ def tensor_amax(x: Tensor, *, by_row: bool = False) -> Tensor:
 
 
 def empty_directions(x: Tensor, shape: Sequence[int], names: tuple[str | None, str | None], aligned: Aligned) -> list[Tensor]:
-    """The parts of a matrix of this shape, rowwise and columnwise, not filled, on x's device; None names no direction."""
+    """Returns uninitialized parts of a matrix of this shape, rowwise and columnwise, on x's device; None skips a direction."""
     parts: list[Tensor] = []
     for name, lines, is_aligned in zip(names, (shape, shape[::-1]), aligned, strict=True):
         if name is not None:
@@ -112,7 +111,7 @@ def _quantize_operand(
 ) -> list[Tensor]:  # fmt: skip
     first, second = (None if name is None else Format.parse(name) for name in (row, column))
     random = (row_key is not None, column_key is not None)
-    # A key that isn't given isn't read.
+    # An absent key's entry isn't read.
     given = [key for key in (row_key, column_key) if key is not None]
     keys = torch.stack([given[0], given[-1]]) if given else None
     return quantize_matrix(x, first, second, amax, multiplier, keys, random, rotate, eps, (align_row, align_column))
@@ -137,11 +136,11 @@ def _delayed_multiplier_fake(scale, amax, format, eps) -> Tensor:
     return torch.empty_like(scale)
 
 
-# ---- what quantization did to an operand
+# ---- measuring an operand's quantization
 
 
 FIGURES = ("amax", "elements", "saturated", "flushed", "signal", "noise")
-"""The figures: the largest finite magnitude, counts, and the sums of squares of values and of errors."""
+"""The largest finite magnitude, counts, and the sums of squares of values and errors."""
 
 quantization_figures = define(
     "quantization_figures(Tensor x, Tensor[] parts, str format, bool rotate, SymInt[] origin) -> Tensor"

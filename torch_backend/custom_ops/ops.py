@@ -1,11 +1,11 @@
-"""The custom ops that quantize and dequantize: on plain tensors, and dequantize on a `QuantizedTensor`.
+"""Custom ops that quantize plain tensors, and dequantize codes and scales or a `QuantizedTensor`.
 
     blockfp::quantize           (x, format, key) -> [codes, scales] or [codes, scales, tensor_scale]
     blockfp::dequantize         (codes, scales, tensor_scale, format, dtype, columns, origin) -> values
     blockfp::dequantize_tensor  (q, dtype) -> values
 
-The third exists because dynamo can't read attributes of a tensor subclass made inside the graph: its op table entry takes q
-apart after dynamo has gone.
+dynamo can't read attributes of a tensor subclass created inside the graph, so the third op takes q whole; its op table entry
+unpacks it after dynamo has finished.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ if dist.is_available():
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
-    # The ops that give or take lists of tensors have no sharding: DTensor has no public way to say how lists lie.
+    # Ops with lists of tensors have no sharding rule: DTensor has no public way to specify placements of lists.
     @register_sharding(dequantize)
     def _dequantize_sharding(codes, scales, tensor_scale, format, dtype, columns, origin):
-        """Lists how DTensors are dequantized where they lie: each row of codes needs a row of scales of its own."""
-        # DTensor remembers the answer for tensors of these shapes, whatever the format: only shapes may decide.
+        """Lists the placements under which DTensors are dequantized locally: each row of codes needs its own row of scales."""
+        # DTensor caches the result by shapes, whatever the format, so only shapes may decide.
         whole = None if tensor_scale is None else Replicate()
         rest = [whole, None, None, None, None]
         placements = [([Replicate()], [Replicate(), Replicate(), *rest])]

@@ -1,14 +1,13 @@
-"""Marks operands that hold an Inf, so that every element of their products is NaN.
+"""Marks operands that contain an Inf, so that every element of their products is NaN.
 
-Codes saturate: an Inf becomes the largest code, and where its scale is 1 nothing tells it from a finite value. So the scales
-that products get of such an operand are NaN (byte 255 of E8M0). Codes, and what `quantize` returns, stay as the definition
-says.
+Codes saturate: an Inf becomes the largest code, and if its scale is 1, nothing distinguishes it from a finite value. So
+products get NaN scales (byte 255 of E8M0) for such operands. Codes, and the results of `quantize`, follow the definition.
 
-The CUDA kernels that quantize a whole operand see an Inf themselves, and mark it (kernels/cuda/exports.cu). Here is what marks
-the others.
+CUDA kernels that quantize a whole operand detect and mark an Inf themselves (kernels/cuda/exports.cu). This module marks the
+others:
 
-    on a CPU          the host looks, first at the scales: only where one is what an Inf leaves does it look at the values
-    parts on a GPU    the amax where it is at hand; of MXFP8 the scales, where only an Inf has byte 254; others are read again
+    on a CPU         the host checks the scales, and the values only if a scale could result from an Inf
+    shards on a GPU  the amax if it is known; else MXFP8's scales, where only an Inf gives byte 254; other formats read x again
 """
 
 from __future__ import annotations
@@ -28,15 +27,11 @@ _OF_INF, _NAN = 254, 255  # E8M0
 
 
 def mark(x: Tensor, directions: Sequence[tuple[Format, Sequence[Tensor]]], amax: Tensor | None = None) -> None:
-    """Writes NaN into the scales of an operand that holds an Inf; those of other operands keep their bits.
+    """Writes NaN into the scales of an operand that contains an Inf; other operands are unchanged.
 
-    A NaN needs no mark: its code, or the scale of its block, is NaN already.
-
-    Args:
-        x: the operand, or this rank's part of it.
-        directions: format and parts of each direction, the parts new memory. The last of them, the tensor scale or else the
-            scales, goes into every element of a product.
-        amax: int32 of one element, fp32 bits: the largest magnitude of the whole operand, where it is known.
+    A NaN needs no mark, since its code or its block's scale is NaN already. x is the operand or this rank's shard. `directions`
+    holds each direction's format and parts; the last part, the tensor scale or else the scales, is overwritten. `amax`, int32
+    [1] as fp32 bits, is the whole operand's if known.
     """
     if x.numel() and directions:
         formats, parts = zip(*directions, strict=True)
@@ -44,9 +39,9 @@ def mark(x: Tensor, directions: Sequence[tuple[Format, Sequence[Tensor]]], amax:
 
 
 def marker(formats: Sequence[Format], on_cpu: bool) -> Callable[[Tensor, Sequence[Sequence[Tensor]], Tensor | None], None]:
-    """Plans `mark` for a format each direction; returns a function of the operand, the parts of each, and the amax."""
+    """Plans `mark` for formats by direction; returns a function of the operand, each direction's parts, and the amax."""
     bytes_of_scales = [format.scale.e8m0 for format in formats]
-    # Of elements without NaN, the scale of a block that holds one is NaN too.
+    # Without NaN codes, a block with a NaN has scale byte 255, which the test below would take for an Inf.
     tell = all(format.scale.e8m0 and format.element.has_nan for format in formats)
 
     def on_the_host(x: Tensor, directions: Sequence[Sequence[Tensor]], amax: Tensor | None) -> None:
@@ -60,14 +55,14 @@ def marker(formats: Sequence[Format], on_cpu: bool) -> Callable[[Tensor, Sequenc
             for parts in directions:
                 parts[1].masked_fill_(overflow, _NAN)
             return
-        # NaN is left out of it.
+        # This amax ignores NaN.
         pattern: Tensor = kernels_for(x).amax(x, FP8_E4M3).blocks if amax is None else amax
         largest = pattern.view(torch.float32).view(())
         for in_bytes, parts in zip(bytes_of_scales, directions, strict=True):
             if in_bytes:
                 parts[-1].masked_fill_(~largest.isfinite(), _NAN)
             else:
-                # Times zero: NaN of an Inf, nothing of all else.
+                # Times zero: NaN for an Inf, otherwise no change.
                 parts[-1].add_(largest, alpha=0)
 
     return on_the_host if on_cpu else on_the_device

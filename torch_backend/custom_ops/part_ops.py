@@ -1,11 +1,11 @@
-"""The custom ops that quantize a part of a matrix that is cut over ranks. Between the first two stands a collective.
+"""Custom ops that quantize one shard of a matrix; a collective runs between the amaxes (or members) and the quantization.
 
-    blockfp::part_amaxes    (x, ..) -> [blocks, nan, tensor]    amaxes of the part; what a format has none of is empty
-    blockfp::part_members   (x, ..) -> members    the elements of its blocks, of a format whose blocks choose between scales
+    blockfp::part_amaxes    (x, ..) -> [blocks, nan, tensor]    amaxes of the shard; fields that the format lacks are empty
+    blockfp::part_members   (x, ..) -> members    all elements by block, for formats whose blocks choose a scale (4-over-6)
     blockfp::quantize_part  (x, amaxes, key, ..) -> [codes, scales] or [codes, scales, tensor_scale]; NaN scales mark an Inf
     blockfp::turned         (codes, scales, ..) -> [codes, scales]    of the transposed matrix, for square blocks
 
-`columnwise` and `rotate` come first: `origin` and `shape` speak of the matrix as it is encoded.
+`columnwise` and `rotate` are applied first; `origin` and `shape` refer to the resulting matrix.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _quantize_part_fake(
 
 @impl(turned)
 def _turned(codes: Tensor, scales: Tensor, format: str, columns: int) -> list[Tensor]:
-    # Copies: an op may not return what it was given.
+    # An op may not return its inputs, so copy.
     found = kernels.transpose(codes, scales, Format.parse(format), columns=columns)
     return [part.clone(memory_format=torch.contiguous_format) for part in found]
 

@@ -1,17 +1,17 @@
-"""The custom ops that multiply two quantized operands; `kernels.routes` says how.
+"""Custom ops that multiply two quantized operands by the route that `kernels.routes` chooses.
 
     blockfp::product        (a, a_format, b, b_format, n, k, bias, dtype, fast_accum, columnwise, index, origin, a_origin,
                              exact, a_aligned, b_aligned)
     blockfp::weight_product (a, a_format, weight, format, n, k, bias, dtype, fast_accum, columnwise, index, a_origin, exact,
                              a_aligned)
 
-Both give a @ b^T + bias [m, n], for a [m, k] and b [n, k]. An operand is the list of its parts: codes, scales and maybe
-tensor_scale, or the values alone where it has no format. `columnwise` says that b is stored the other way round, [k, n]: a
-weight that has rowwise codes alone, in the product that contracts its rows. Its columnwise codes are derived here and freed
-with the call. `index` takes one matrix of a stack. `exact` leaves out routes that may change an operand. `a_aligned` and
-`b_aligned` say which operand comes aligned already (`comes_aligned`).
+Both return a @ b^T + bias, [m, n], for a [m, k] and b [n, k]. An operand is a list of parts: codes, scales and any tensor
+scale, or values alone without a format. `columnwise` means that b is stored as [k, n]: a weight with only rowwise codes, in the
+product that contracts its rows. Its columnwise codes are derived during the call. `index` selects one matrix of a stack.
+`exact` excludes routes that may change an operand. `a_aligned` and `b_aligned` mark operands that are already aligned
+(`comes_aligned`).
 
-The second takes b as one `QuantizedTensor`, which brings its own origin: the op table takes it apart, after dynamo has gone.
+`weight_product` takes b as one `QuantizedTensor`, which has its own origin; the op table unpacks it after dynamo.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ def multiply(
     index: int | None = None,
     exact: bool = False,
 ) -> Tensor:
-    """Calls the op that gives a @ b^T + bias.
+    """Returns a @ b^T + bias, through one of the ops.
 
     Args:
         a: [m, k].
-        b: [n, k], or a stack of such.
-        size: rows of b, and the contracted length: (n, k).
+        b: [n, k], or a stack of such matrices.
+        size: (n, k).
         bias: [n], or None.
-        dtype: of the result.
+        dtype: dtype of the result.
         fast_accum: whether FP8 matrix units may keep fewer bits of their sums.
-        index: which of a stack b is; None of a single matrix.
-        exact: whether the values of both operands must be multiplied as they are (`Recipe.exact_products`).
+        index: index into a stack b; None for a single matrix.
+        exact: whether operands must be multiplied with unchanged values (`Recipe.exact_products`).
     """
     a_format = None if a.format is None else a.format.name
     b_format = None if b.format is None else b.format.name
@@ -94,7 +94,7 @@ def route_on(
     in_order: bool = True,
     exact: bool = False,
 ) -> Route:
-    """The route of a product on a device; see `kernels.routes.route`."""
+    """Returns a product's route on a device; see `kernels.routes.route`."""
     if device.type != "cuda":
         return route(a, b, platform="cpu", in_order=in_order)
     sizes = {"m": m, "n": n, "k": k, "in_order": in_order, "exact": exact}
@@ -144,14 +144,14 @@ def _weight_product_fake(a, a_format, weight, format, n, k, bias, dtype, *_, **_
 
 @register_flop_formula([torch.ops.blockfp.product, torch.ops.blockfp.weight_product])
 def _flops(a, a_format, b, b_format, n, k, *_, out_shape, **__) -> int:
-    """Counts what torch's counters count of the same product in high precision."""
+    """Counts FLOPs as torch's counters do for the same product in high precision."""
     return 2 * math.prod(out_shape) * k
 
 
 Product = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor | None], Tensor]
-"""Multiplies operands of one kind, given by their parts, and adds a bias or None."""
+"""(a's parts, b's parts, bias or None) -> a @ b^T + bias, for operands of one kind."""
 
-# A dictionary: compiled code calls no cache of functools.
+# A dictionary, since compiled code can't call functools' caches.
 _products: dict[Any, Product] = {}
 switch.when_turned(_products.clear)
 
@@ -167,7 +167,7 @@ def multiply_parts(
     index: int | None,
     exact: bool = False,
 ) -> Tensor:
-    """Does what the op `product` does, outside of a graph; arguments as for `multiply`, with b given by its parts."""
+    """Implements the op `product`; arguments are as for `multiply`, with b given by parts."""
     if index is not None:
         b = b._replace(parts=[part[index if part.shape[0] > 1 else 0] if part.ndim > 2 else part for part in b.parts])
     first, added = a.parts[0], None if bias is None else bias.dtype
@@ -182,7 +182,7 @@ def multiply_parts(
 def product_of(
     a: Matrix, b: Matrix, n: int, k: int, bias: torch.dtype | None, dtype: torch.dtype, fast_accum: bool, exact: bool
 ) -> Product:
-    """Plans the product of operands that lie as these do."""
+    """Plans the product of operands with this layout."""
     device, m = a.parts[0].device, a.parts[0].shape[0]
     if 0 in (m, n, k):
         zeros = partial(torch.zeros, (m, n), dtype=dtype, device=device)
@@ -230,46 +230,40 @@ def product_of(
 
 
 def comes_aligned(x: Tensor, own: Format | None, other: Format | None, *, exact: bool, in_order: bool = True) -> bool:
-    """Says whether an operand that is made of x for one product alone is quantized straight to aligned codes.
+    """Returns whether x, quantized for a single product, should be aligned while it is quantized.
 
-    It is where the product would align its codes. `Matrix.aligned` tells the product.
-
-    Args:
-        x: the values; only their device counts.
-        own: their format.
-        other: format of the other operand.
-        exact: as for `multiply`.
-        in_order: as for `kernels.routes.route`.
+    It should if the product would align its codes anyway; `Matrix.aligned` then tells it not to. Only the device of x matters.
+    `own` is its format, `other` the other operand's; `exact` is as for `multiply`, `in_order` as for `kernels.routes.route`.
     """
     if own is None or other is None or exact or not in_order or not own.scale.e8m0:
         return False
     return _aligns(x.device.type, x.device.index, own.name, other.name)
 
 
-# For dynamo, which calls it while it traces: the answer is a constant.
+# A constant for dynamo.
 @torch.compiler.assume_constant_result
 def _aligns(kind: str, index: int | None, own: str, other: str) -> bool:
     if kind == "cuda" and not torch.cuda.is_available():
-        # Fake tensors may say that they are on a device that isn't here.
+        # Fake tensors may name a device that this machine lacks.
         return False
     device = torch.device(kind) if index is None else torch.device(kind, index)
     return route_on(device, Format.parse(own), Format.parse(other), 1, 1, 1).mode == "aligned"
 
 
 def in_order(format: Format | None, origin: tuple[int, int], transposed: bool) -> bool:
-    """Says whether a second operand's scales run along what is contracted, and its blocks begin where it does."""
+    """Returns whether a second operand's scales run along the contracted axis, and its blocks begin at its corner."""
     return not (transposed and format is not None and not format.square) and not _cut(Matrix((), format, origin))
 
 
 def _cut(x: Matrix) -> bool:
-    """Says whether x begins inside a block."""
+    """Returns whether x begins inside a block."""
     rows, columns = (x.format and x.format.block) or (1, 1)
     columns = 1 if x.format and x.format.per_row else columns
     return bool(x.origin[0] % rows or x.origin[1] % columns)
 
 
 def _of_values(a: Matrix, b: Matrix, n: int, k: int, dtype: torch.dtype, chosen: Route) -> Product:
-    """Plans a product of values in a dtype that holds all of them; the sums are fp32."""
+    """Plans a product of dequantized values in a dtype that represents them exactly, with fp32 sums."""
     left_kind, right_kind = a._replace(parts=()), b._replace(parts=())
     transposed, columns, factored = b.transposed, n if b.transposed else k, chosen.scale_product
     known = getattr(torch, chosen.dtype) if chosen.dtype else None
@@ -277,7 +271,7 @@ def _of_values(a: Matrix, b: Matrix, n: int, k: int, dtype: torch.dtype, chosen:
     a_scaled, b_scaled = (x.format is not None and x.format.has_tensor_scale for x in (a, b))
     new = maker((a.parts[0].shape[0], n), dtype, a.parts[0].device)
     left_values = right_values = None
-    # A scale per tensor can't be left out of values by leaving it out of the call: it has no scales below it.
+    # A per-tensor scale is its format's only scale, so a call without tensor scale doesn't leave it out.
     one_scale = factored and any(x.format is not None and x.format.per_tensor for x in (a, b))
     if known is not None and a.format is not None and b.format is not None and not one_scale:
         left_values = plan_of(a.parts, a.format, known, k, a.origin)
@@ -299,7 +293,8 @@ def _of_values(a: Matrix, b: Matrix, n: int, k: int, dtype: torch.dtype, chosen:
         if factored:
             wide = working is not torch.float32
             out = torch.mm(left, right, out_dtype=torch.float32) if wide else torch.mm(left, right)
-            # One, so that the product is read once. It is zero only where the operands' amaxes multiply to less than 1e-31.
+            # Multiplied first, so that the product is read once. The factor underflows only if the amaxes' product is below
+            # 1e-31.
             factor = a[-1] if a_scaled else b[-1]
             if a_scaled and b_scaled:
                 factor = factor * b[-1]
@@ -317,7 +312,7 @@ def _of_values(a: Matrix, b: Matrix, n: int, k: int, dtype: torch.dtype, chosen:
 
 
 def _turned(b: Matrix, n: int) -> Matrix:
-    """Turns b, stored as [k, n], into [n, k]."""
+    """Transposes b, stored as [k, n], to [n, k]."""
     assert b.format is not None
     codes, scales, *tensor_scale = b.parts
     codes, scales = kernels.transpose(codes, scales, b.format, columns=n)
@@ -336,11 +331,10 @@ def on_codes(
     bias: torch.dtype | None,
     **options: Any,
 ) -> Callable[..., Tensor]:
-    """Plans a product on codes on a CUDA device; see `kernels.products.plan`, whose options these are.
+    """Plans a product of codes on a CUDA device; `options` are those of `kernels.products.plan`.
 
-    Returns:
-        A function of the operands' parts, a bias or None, the ends of groups, and the tensor to write to, which single products
-        make: it returns that.
+    Returns a function of both operands' parts, a bias or None, the groups' ends, and the output, which single products
+    allocate; it returns the output.
     """
     planned = plan(
         a,
@@ -356,7 +350,7 @@ def on_codes(
     )
     workspace_bytes, adds_bias, numbers = planned.workspace, planned.adds_bias, planned.numbers
     multiply = cuda_library.library().product
-    # Products of groups bring theirs, as large as this once more.
+    # Grouped products pass their own `out`.
     new = None if options.get("groups") else maker((m, n), dtype, device)
     new_workspace = maker((workspace_bytes,), torch.uint8, device) if workspace_bytes else None
 
@@ -372,7 +366,7 @@ def on_codes(
             out = new()
         workspace = None if new_workspace is None else new_workspace()
         added = bias.contiguous().resolve_neg() if bias is not None and adds_bias else None
-        # The library reads contiguous codes that begin on multiples of 16 bytes.
+        # The library reads contiguous codes at addresses divisible by 16.
         left, left_scales, right, right_scales = a[0].contiguous(), a[1].contiguous(), b[0].contiguous(), b[1].contiguous()
         if left.data_ptr() % 16:
             left = left.clone()

@@ -1,9 +1,9 @@
-"""Casts of an input that several layers of one module read, as query, key and value do: made once, and kept once.
+"""Shares the casts of an input among a module's layers that read it, such as query, key and value projections.
 
-A tensor can't tell whether it is what it was: collectives, `.data`, NumPy, DLPack and other kernels write without moving its
-version. So casts are shared only while a forward runs that is known to write nothing between (`modules.shared_inputs`).
+A tensor can't tell whether it was modified: collectives, `.data`, NumPy, DLPack and foreign kernels write without changing its
+version. So casts are shared only during a forward that is known not to write between the layers (`modules.shared_inputs`).
 
-Eager code alone: compilers find equal casts themselves.
+This is for eager code; compilers find equal casts themselves.
 """
 
 from __future__ import annotations
@@ -15,18 +15,14 @@ from typing import Any
 from torch import Tensor, nn
 
 Casts = dict[Any, list[Tensor]]
-"""The parts of one input, rowwise and columnwise, by how they were made (`linear_ops.forward`)."""
+"""The parts of one input, rowwise and columnwise, by the options of their cast (`linear_ops.forward`)."""
 
 
 class SharedCasts:
-    """Lets the layers of one module share the casts of what they read, within `with`.
+    """Within `with`, lets layers share the casts of an input.
 
-    Attributes:
-        layers: those that may read one tensor.
-        left: how many of them haven't read it.
-        input: what the last of them read.
-        casts: what was made of it; dropped behind the last layer.
-        outer: what is shared outside.
+    `layers` may read the same tensor `input`, and `left` of them haven't yet; its `casts` are dropped after the last. `outer`
+    is the enclosing `SharedCasts`.
     """
 
     __slots__ = ("casts", "input", "layers", "left", "outer")
@@ -44,7 +40,7 @@ class SharedCasts:
         running.casts = self.outer
 
     def of(self, layer: nn.Module, x: Tensor) -> Casts | None:
-        """Returns the casts of x that a layer shares with the others: it takes what it finds, and adds what it makes."""
+        """Returns the casts of x that a layer shares, to be used and added to; None if the layer isn't among `layers`."""
         if not any(layer is one for one in self.layers):
             return None
         if self.input is not x:
@@ -61,4 +57,4 @@ class _Running(threading.local):
 
 
 running = _Running()
-"""`casts` are those of the innermost `with` of this thread; None outside."""
+"""`casts` is this thread's innermost active `SharedCasts`, or None."""

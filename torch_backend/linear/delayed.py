@@ -215,7 +215,7 @@ def update_layers(layers: Sequence[RecipeLayer], replicas: DistributedDataParall
 
 
 def _look_for_scales(layers: Sequence[RecipeLayer]) -> None:
-    """Tells layers that they have scales, without waiting for a GPU: it reads what the previous update copied to the host."""
+    """Marks layers whose scales are all set. On a GPU it reads the previous update's copy on the host, so it doesn't block."""
     on_gpu = []
     for layer in layers:
         buffers: Any = layer._buffers

@@ -177,7 +177,7 @@ def observe_operand(observed: Tensor, operand: str, x: Tensor, found: Directions
 def observe_parts(
     observed: Tensor, row: str, x: Tensor, parts: list[Tensor], cast: Cast, origin: tuple[int, int] = (0, 0)
 ) -> None:
-    """Adds one direction's figures to a layer's: x as it was quantized, its parts, and its origin in the blocks' matrix."""
+    """Adds one direction's figures to a layer's; x is the tensor before its cast, `origin` its offset in the blocked matrix."""
     assert cast.format is not None
     new = quantization_figures(x, parts, cast.format.name, cast.rotate, list(origin))
     figures = uncounted(observed)[OPERANDS.index(row)]

@@ -1,17 +1,16 @@
-"""Plans of operands that are cut over a tensor-parallel group, as compiled code holds them.
+"""Plans for operands sharded over a tensor-parallel group, as constants of compiled code.
 
     this rank's rows or columns
-      | quantize_operand_shard        amaxes max-reduced over the group where the plan says so; blocks and random bits
-      v                               counted from where the part lies in the whole
+      | quantize_operand_shard        amaxes are max-reduced over the group if the plan says so; blocks and random bits are
+      v                               counted from the shard's offset in the whole
     codes, scales
-      | start, .. join                one collective for all tensors, begun early and waited for late
+      | start, .. join                one collective for all tensors, started early and awaited late
       v
-    codes and scales of the whole, bit for bit as if it had been quantized in one piece
+    codes and scales of the whole, with the same bits as if it had been quantized in one piece
 
-Where a cut falls inside a block the values are gathered instead, and quantized behind the gather: the plan
-(`plans.gather_activation`) says so, and a warning repeats its first reason. `sharded` carries the plans out. Nothing holds a
-process group: collectives go by group name, as compiled code takes it. A plan is made while a function is traced, and stands
-in the graph as constants.
+If shards split a block, values are gathered and then quantized: the plan (`plans.gather_activation`) says so, and a warning
+repeats its first reason. `sharded` executes the plans. No plan holds a process group; collectives take the group's name, as
+compiled code requires. Plans are computed during tracing and become constants of the graph.
 """
 
 from __future__ import annotations
@@ -41,30 +40,21 @@ def operand_plan(
     operand: Operand = "input",
     gathers: bool = True,
 ) -> RankPlan:
-    """The plan of this rank for one operand in one direction.
+    """Returns this rank's plan for one operand in one direction; warns once per kind of operand that can't be sent as codes.
 
-    Warns, once for each kind of operand, where it can't travel as codes.
-
-    Args:
-        shape: of this rank's part [rows, columns].
-        cast: the operand's cast in this direction; without a format, values are gathered.
-        shard: where the part lies.
-        columnwise: whether the transposed matrix is wanted.
-        operand: "input", "weight" or "gradient".
-        gathers: whether the whole is wanted on every rank, or this rank's part of its codes and scales.
-
-    Raises:
-        ValueError: the shape isn't that of what this rank holds; or there is no such plan (`plans.quantize_shards`).
+    `shape` is this rank's shard, [rows, columns], at `shard` of the whole. A cast without a format gathers values. `columnwise`
+    plans the transposed matrix. Without `gathers`, the plan ends with this rank's own codes and scales. Raises ValueError for a
+    shape that contradicts `shard`, or if there is no such plan (`plans.quantize_shards`).
     """
-    # Compiled code calls `_constant_plan` while it is traced, and keeps what it returns; `index` makes it take lengths as
-    # constants. How columns are cut doesn't depend on how many rows there are, which it may leave open.
+    # dynamo evaluates `_constant_plan` while tracing; `index` turns symbolic lengths into constants. If columns are sharded,
+    # the number of rows is irrelevant and may stay symbolic.
     rows, columns = 1 if shard.dim == COLUMNS else operator.index(shape[0]), operator.index(shape[1])
     format = None if cast.format is None else cast.format.name
     return _constant_plan(format, cast.stochastic, cast.rotate, shard[1:], (rows, columns), columnwise, operand, gathers)
 
 
 _told: set[tuple[str, bool, Operand]] = set()
-"""Format, direction and operand of which a warning was given."""
+"""(format, columnwise, operand) of warnings already given."""
 
 
 @torch.compiler.assume_constant_result
@@ -95,6 +85,6 @@ def _rank_plan(
         plan = plans.quantize_shards(format, lies, **options)
     if plan.reason is not None and (format, columnwise, operand) not in _told:
         warnings.warn(f"{plan.use}: it is gathered in high precision, because {plan.reason}", stacklevel=2)
-        # The next length of a sequence is no news. After the warning, which may be an error.
+        # Once for all shapes; recorded after the warning, which may be turned into an error.
         _told.add((str(format), columnwise, operand))
     return rank_plan(plan, shard.rank, shard.runs)

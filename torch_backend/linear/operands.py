@@ -1,7 +1,7 @@
-"""Operands of products, quantized in both directions: of one rank, or as parts of a tensor-parallel group's.
+"""Quantizes operands of products in both directions: whole matrices, or shards of a tensor-parallel group's.
 
-The kernels that quantize a whole operand in one read (`operand_ops`) serve parts too, wherever nothing depends on the place of
-a part but the amax of the tensor. Otherwise `quantize_operand_shard` quantizes each direction.
+The kernels that quantize a whole operand in one read (`operand_ops`) also serve shards if only the tensor's amax depends on the
+other ranks. Otherwise `quantize_operand_shard` quantizes each direction.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from .operand_plans import operand_plan
 
 
 class Scaling(NamedTuple):
-    """Options by which amaxes become scales, and where they are recorded.
+    """How amaxes become scales, and where they are recorded.
 
     Attributes:
-        eps: lifts amaxes, see `numerics.quantize`.
-        multiplier: float32 (), instead of an amax: delayed scaling.
-        history: float32 [steps], in which the amax is recorded; None records nothing.
+        eps: lower bound of amaxes, see `numerics.quantize`.
+        multiplier: delayed scaling's float32 (), used instead of an amax.
+        history: float32 [steps], records the amax; None records nothing.
         observed: float64 [operands, figures] of `observe`, or None.
     """
 
@@ -56,19 +56,11 @@ def quantized(
     keys: Tensor | None = None,
     aligned: Aligned = NEITHER,
 ) -> tuple[Matrix, Matrix | None]:
-    """Quantizes x [rows, columns] as it lies, in both directions.
+    """Quantizes x [rows, columns], the shard at `shard` or, if that is None, the whole operand, in both directions.
 
-    Rowwise there are the values if that cast has no format, columnwise there is None.
-
-    Args:
-        x: a part of the whole at `shard`, or the whole where that is None.
-        operand: "input", "weight" or "gradient".
-        rowwise: the cast along rows.
-        columnwise: the cast of the transposed matrix.
-        scaling: how amaxes become scales.
-        shard: where x lies in the whole.
-        keys: of stochastic rounding, int32 [2, 2]: rowwise and columnwise.
-        aligned: which directions of a whole x come aligned (`products.comes_aligned`); none where x is observed.
+    Rowwise without a format returns the values, columnwise None. `columnwise` is the cast of the transposed matrix. `keys` are
+    stochastic rounding's, int32 [2, 2]: rowwise, columnwise. `aligned` says which directions of a whole x to align
+    (`products.comes_aligned`); neither if x is observed.
     """
     if shard is not None:
         return _quantized_part(x, operand, rowwise, columnwise, scaling, shard, keys)
@@ -93,16 +85,16 @@ def quantized(
 
 
 def begins_with_a_block(weight: Matrix) -> bool:
-    """Says whether a weight, which may be one tensor, begins where a block does."""
+    """Returns whether a weight, in parts or as one tensor, begins at a block boundary."""
     whole: Any = weight.parts[0]
     start = whole.origin if weight.is_one_tensor else weight.origin
     return start == (0, 0) or in_order(weight.format, start, False)
 
 
 def kept_aligned(call: Call) -> bool:
-    """Says whether what a compiled layer keeps of its input columnwise comes aligned.
+    """Returns whether a compiled layer aligns the columnwise input that it saves or recomputes for the backward.
 
-    A compiler keeps it, or makes it again in the backward; so only in formats whose stored codes would take as much memory.
+    Only 8-bit formats are aligned, since aligned codes take a byte each.
     """
     format = call.recipe.input_columnwise.format
     return call.aligns[1] and format is not None and format.element.bits == 8
@@ -111,14 +103,10 @@ def kept_aligned(call: Call) -> bool:
 def amax_where_compiled(
     x: Tensor, row: Format | None, column: Format | None, plain: bool, multiplier: Tensor | None
 ) -> Tensor | None:
-    """The amax of an operand, int32 [1], where a compiler finds it while it makes x and the kernels have a use for it.
+    """Returns an operand's amax, int32 [1], if a compiler can fuse it with the computation of x and the kernels can use it.
 
-    Args:
-        x: the operand.
-        row, column: formats, or None.
-        plain: whether x is neither rotated nor rounded stochastically: the kernel that takes an amax rounds to nearest, and
-            rotated values have another one.
-        multiplier: of delayed scaling, or None.
+    `plain` says that x is neither rotated, which changes its amax, nor rounded stochastically: the kernel that takes an amax
+    rounds to nearest. With a `multiplier` no amax is needed.
     """
     if not (torch.compiler.is_compiling() and x.is_cuda and x.numel()):
         return None
@@ -129,19 +117,17 @@ def amax_where_compiled(
 def _in_two_reads(
     x: Tensor, row: Format | None, column: Format, aligned: Aligned, *, rotate: bool, **options: Any
 ) -> Directions:
-    """Quantizes an input in both directions for compilers, which choose what the backward keeps of it: columnwise codes, or
-    what they are made of again.
-    """
+    """Quantizes an input in each direction separately, so that a compiler can save the columnwise codes or recompute them."""
     found = None if row is None else quantize_operand(x, row, None, aligned=(aligned[0], False), **options)
     made = quantize_operand(apart(x), None, column, rotate=rotate, aligned=(False, aligned[1]), **options)
     return made if found is None else found._replace(column=made.column)
 
 
 def apart(x: Tensor) -> Tensor:
-    """Returns x, for compilers by an operation that they fuse and don't see through.
+    """Returns x through an operation that a compiler fuses but can't simplify.
 
-    What a backward alone reads of it may then be made there again, of anything that x is made of. Of x itself it would not:
-    compilers make nothing twice that both directions write to memory.
+    The compiler can then recompute in the backward, from x's sources, what only the backward reads. It wouldn't if that
+    depended on x itself, since it recomputes no tensor that is stored anyway.
     """
     return (x.view(torch.int32 if x.dtype is torch.float32 else torch.int16) | 0).view(x.dtype)
 
@@ -168,7 +154,7 @@ def _quantized_part(
 def kept_inputs(
     kept: list[Tensor], format: Format | None, counts: Sequence[int] | None, origin: tuple[int, int]
 ) -> list[Matrix]:
-    """The columnwise input of each group, from the parts or the values that the forward kept."""
+    """Returns each group's columnwise input from the parts or values that the forward saved."""
     if not kept:
         return []
     if format is None:
@@ -180,10 +166,10 @@ def kept_inputs(
 def gathered_input(
     x: Tensor, rowwise: Cast, columnwise: Cast, scaling: Scaling, shard: TensorParallelShard
 ) -> tuple[Matrix, list[Tensor]]:
-    """Gathers the whole input rowwise; also returns the parts that this rank keeps for the columnwise gather.
+    """Gathers the whole input rowwise; also returns the parts of this rank that the backward gathers columnwise.
 
-    These are the columnwise codes of x, or the rowwise ones if the others follow from them. It is x itself if codes can't
-    travel or `columnwise` has no format.
+    These are columnwise codes of x, or rowwise ones if the columnwise follow from them; x itself if codes can't be sent or
+    `columnwise` has no format.
     """
     row_plan, column_plan = operand_plan(x.shape, rowwise, shard), operand_plan(x.shape, columnwise, shard, columnwise=True)
     shares = column_plan.transposes and row_plan.by_codes and rowwise.format is columnwise.format
@@ -201,7 +187,7 @@ def gathered_input(
 
 
 class PendingInput(NamedTuple):
-    """The whole input columnwise, while it is gathered."""
+    """The whole columnwise input, while it is gathered."""
 
     received: list[Tensor]
     plan: RankPlan
@@ -223,11 +209,11 @@ class PendingInput(NamedTuple):
 def regathered_input(
     kept: list[Tensor], shape: Sequence[int], cast: Cast, shard: TensorParallelShard, gradient: Tensor
 ) -> PendingInput:
-    """Begins to gather the whole input columnwise, from what `gathered_input` kept of a part of this shape."""
+    """Starts to gather the whole columnwise input from the parts that `gathered_input` returned for an x of this shape."""
     plan = operand_plan(shape, cast, shard, columnwise=True)
     sent = padded(plan, kept)
     if torch.compiler.is_compiling():
-        # Else it would be gathered as soon as it is known: in the forward, which would keep all of it for the backward.
+        # Without this dependency the compiler gathers in the forward and saves the whole input for the backward.
         sent[-1] = following(sent[-1], gradient)
     return PendingInput(start(shard, sent), plan, cast, shard)
 
@@ -240,7 +226,7 @@ def gathered_gradient(
     shard: TensorParallelShard,
     keys: Tensor | None,
 ) -> tuple[Matrix, Matrix]:
-    """Gathers the whole gradient in both directions, in one collective; a cast of None is not wanted."""
+    """Gathers the whole gradient in both directions with one collective; a cast of None skips its direction."""
     casts = (rowwise, columnwise)
     plans = [
         None if cast is None else operand_plan(gradient.shape, cast, shard, columnwise=i == 1, operand="gradient")
@@ -284,7 +270,7 @@ def _direction(i: int, cast: Cast, plan: RankPlan, keys: Tensor | None, both: bo
 def _parts(
     x: Tensor, operand: Operand, directions: Sequence[Direction], scaling: Scaling, shard: TensorParallelShard
 ) -> list[list[Tensor]]:
-    """Quantizes this rank's part in each of the directions."""
+    """Quantizes this rank's shard in each direction."""
     columnwise = [direction.step.columnwise for direction in directions]
     if not directions:
         return []
@@ -308,16 +294,16 @@ def _parts(
 
 
 def _depends_on_amax_alone(direction: Direction) -> bool:
-    """Returns whether only the amax of the whole tensor depends on the other ranks, and on where the part lies."""
+    """Returns whether codes and scales depend on other ranks, and on the shard's offset, only through the tensor's amax."""
     format = direction.cast.format
     assert format is not None
-    # The amax of a tensor's rotated values is another one.
+    # Rotated values have another tensor amax.
     rotated = direction.cast.rotate and format.per_tensor
     return direction.key is None and not direction.step.shared and not format.scale.two_level and not rotated
 
 
 def _alike(directions: Sequence[Direction]) -> bool:
-    """Returns whether all formats have one scale per tensor, or none has."""
+    """Returns whether all formats or none have one scale per tensor."""
     return len({direction.cast.format is not None and direction.cast.format.per_tensor for direction in directions}) == 1
 
 
@@ -330,7 +316,7 @@ def _by_amax(
     amax = None
     if one.step.amax_axes and scaling.multiplier is None:
         if x.is_cuda and torch.compiler.is_compiling() and x.numel():
-            # There the compiler finds it while it makes x.
+            # The compiler fuses it with the computation of x.
             amax = tensor_amax(x)
         else:
             amax = part_ops.part_amaxes(x, one.step.format, False, False, (0, 0))[0].view(1)

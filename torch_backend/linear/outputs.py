@@ -1,7 +1,8 @@
 """Sums the ranks' terms of a product whose contracted axis is sharded over a tensor-parallel group.
 
-    y = sum of the ranks' terms [rows, columns] all_reduce       | every rank gets the whole sum reduce_scatter   | every rank
-        gets its rows of each sequence
+    y = sum of the ranks' terms [rows, columns]
+        all_reduce       every rank gets the whole sum
+        reduce_scatter   every rank gets its rows of each sequence
 
 Sums are asynchronous, like the gathers of `sharded`. Optionally a reduce-scatter sends quantized terms: each rank sends every
 other its rows as codes and scales, which are dequantized and added in fp32, in rank order. Since that rounds each term once to

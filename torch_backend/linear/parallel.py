@@ -1,4 +1,4 @@
-"""`Parallel`: the share of one rank in a linear layer that a tensor-parallel group computes together."""
+"""`Parallel`: one rank's share of a linear layer that a tensor-parallel group computes."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ Style = Literal["column", "row", "experts"]
 
 @dataclass(frozen=True)
 class Parallel:
-    """One rank's share in a call of `linear` by a tensor-parallel group. A value: it names the group, and holds none.
+    """One rank's share in a `linear` call of a tensor-parallel group. Names the group without holding it.
 
     Attributes:
         group: name of the process group.
-        ranks: how many ranks it has.
-        rank: this rank's number in it.
-        style: "column" cuts the weight's rows (out), "row" its columns (in), "experts" its groups.
-        features: length of what is cut, on all ranks together.
-        sequence: whether tokens are cut where they would be whole otherwise: a column's input, a row's output.
-        sequence_dim: which axis of x and of the output is cut then: -2, behind axes of sequences, or 0.
-        runs: sequences that x is of, where tokens are cut.
-        length: tokens of one sequence on all ranks together, of x as a DTensor; None for plain tensors, of which all ranks have
-            the same number. `of` makes rows of tokens.
-        reduce_format: in which the terms of a reduce-scatter travel; None for the output's own dtype.
-        splits: pieces in which what is cut is computed on all ranks together (`pieces`); None for one on each rank.
+        ranks: number of ranks in it.
+        rank: this rank's index in it.
+        style: "column" shards the weight's rows (out), "row" its columns (in), "experts" its groups.
+        features: length of the sharded axis on all ranks together.
+        sequence: whether a column's input or a row's output is sharded along tokens; otherwise these are replicated.
+        sequence_dim: axis of tokens in x and the output: -2, after any axes of sequences, or 0.
+        runs: number of sequences in x's rows, if tokens are sharded.
+        length: tokens per sequence on all ranks together if x is a DTensor; None for plain tensors, of equal length on all
+            ranks. `of` converts it to rows.
+        reduce_format: format in which a reduce-scatter sends its terms; None for the output's dtype.
+        splits: number of pieces on all ranks together in which the sharded axis is computed (`pieces`); None for one per rank.
 
-    Raises:
-        ValueError: an unknown style.
+    Raises ValueError for an unknown style.
     """
 
     group: str
@@ -56,14 +55,13 @@ class Parallel:
             raise ValueError("experts get the tokens that are sent to them: sequence must be False")
 
     def of(self, shape: Sequence[int]) -> Parallel:
-        """Returns this for x of a shape [.., in], with the number of sequences in its rows and the rows of each.
+        """Returns a copy for x of this shape [.., in], with its number of sequences and their rows.
 
-        Raises:
-            ValueError: x doesn't have the axis that is cut, or tokens that the ranks would have to divide, and don't.
+        Raises ValueError if x has no such token axis, or if the ranks must divide its tokens and don't.
         """
         if not self.sequence:
             return self
-        # `index` makes compiled code take lengths as constants, which a plan needs.
+        # `index` turns symbolic lengths into constants, which a plan needs.
         sizes = [operator.index(size) for size in shape]
         dim = self.sequence_dim % len(sizes)
         if len(sizes) < 2 or dim > len(sizes) - 2:
@@ -75,19 +73,19 @@ class Parallel:
                 + (", or pass a DTensor, whose parts may be uneven" if rows_of_token == 1 else "")
             )
         if self.ranks == 1 or not tokens * runs * rows_of_token:
-            # Nothing is cut.
+            # Nothing is sharded.
             return replace(self, sequence_dim=dim, runs=1, length=None)
         length = None if self.length is None else tokens * rows_of_token
         return replace(self, sequence_dim=dim, runs=runs, length=length)
 
     def _whole(self, tokens: int) -> int:
-        """Tokens of one sequence on all ranks, from the number in this rank's x."""
+        """Returns a sequence's tokens on all ranks, given those in this rank's x."""
         if self.length is not None:
             return self.length
         return tokens * self.ranks if self.gathers_input else tokens
 
     def output_tokens(self, tokens: int) -> int:
-        """Tokens of one sequence in this rank's output, from the number in its x; call it before `of`."""
+        """Returns a sequence's tokens in this rank's output, given those in its x; call it before `of`."""
         whole = self._whole(tokens)
         if not self.gathers_gradient:
             return whole
@@ -96,26 +94,26 @@ class Parallel:
 
     @property
     def gathers_input(self) -> bool:
-        """True if the input is cut along tokens, and every rank needs all of it."""
+        """True if the input is sharded along tokens and every rank needs all of them."""
         return self.style == "column" and self.sequence
 
     @property
     def gathers_gradient(self) -> bool:
-        """True if the output's gradient is cut along tokens, and every rank needs all of it."""
+        """True if the output's gradient is sharded along tokens and every rank needs all of them."""
         return self.style == "row" and self.sequence
 
     @property
     def first(self) -> int:
-        """Number of this rank's first expert."""
+        """Index of this rank's first expert."""
         return min(self.rank * -(-self.features // self.ranks), self.features)
 
     @property
     def tokens(self) -> TensorParallelShard:
-        """This rank's tokens of an operand that is gathered."""
+        """This rank's tokens of an operand that will be gathered."""
         return TensorParallelShard(self.group, self.ranks, self.rank, ROWS, self.length, self.runs)
 
     def scattered(self, rows: int) -> TensorParallelShard:
-        """This rank's tokens after a reduce-scatter of so many rows."""
+        """Returns this rank's tokens after a reduce-scatter of `rows` rows."""
         return self.tokens._replace(length=rows // self.runs)
 
     @property
@@ -130,7 +128,7 @@ class Parallel:
 
     @property
     def cut_weight(self) -> TensorParallelShard:
-        """This rank's part of the weight."""
+        """This rank's shard of the weight."""
         return self._features(ROWS if self.style == "column" else COLUMNS)
 
     def _features(self, dim: int) -> TensorParallelShard:

@@ -1,14 +1,14 @@
-"""Products of a layer that is cut over ranks, computed in a fixed number of pieces, so that no mesh changes a bit.
+"""Computes products of a sharded layer in a fixed number of pieces, so that every mesh gives the same bits.
 
-A library may add the terms of a product in another order where its operands have other lengths. So the axis that ranks cut is
-divided into `Parallel.splits` pieces, whatever the number of ranks, and each piece is a product of its own, of operands that
-lie alike on every mesh:
+A library may sum a product's terms in another order if operands have other lengths. So the sharded axis is divided into
+`Parallel.splits` pieces, whatever the number of ranks. Each piece is a separate product, whose operands have the same layout on
+every mesh:
 
             forward             dgrad               wgrad
     column  pieces of columns   terms of pieces     pieces of rows
     row     terms of pieces     pieces of columns   pieces of columns
 
-Terms are fp32. They are added in a fixed tree, over a rank's own and then over the ranks, and rounded once.
+Terms are fp32. A fixed tree adds them, over a rank's own pieces and then over the ranks, and rounds once.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _AXES: dict[tuple[str, Product], Axis] = {
     ("row", "dgrad"): "columns",
     ("row", "wgrad"): "columns",
 }
-"""The axis of each product that the ranks cut."""
+"""The sharded axis of each product."""
 
 
 def check_splits(splits: int | None, ranks: int) -> None:
-    """Raises ValueError unless an axis can be cut into so many pieces for so many ranks; None is no pieces."""
+    """Raises ValueError unless `splits` is None or a power of two that the ranks divide."""
     if splits is None:
         return
     if isinstance(splits, bool) or not isinstance(splits, int) or splits < 1 or splits & (splits - 1) or splits % ranks:
@@ -55,7 +55,7 @@ def check_splits(splits: int | None, ranks: int) -> None:
 
 
 def check_pieces(features: int, splits: int, recipe: Recipe) -> None:
-    """Raises ValueError unless pieces of the axis that is cut are equally long, and whole blocks of the recipe's formats."""
+    """Raises ValueError unless the pieces of the sharded axis have equal lengths, in whole blocks of the recipe's formats."""
     formats = [recipe.cast(operand, direction).format for operand in OPERANDS for direction in DIRECTIONS]
     blocks = [format.block for format in formats if format is not None and format.block is not None]
     whole = max((side for block in blocks for side in block if side != WHOLE_ROW), default=1)
@@ -67,7 +67,7 @@ def check_pieces(features: int, splits: int, recipe: Recipe) -> None:
 
 
 def check_eager() -> None:
-    """Raises NotImplementedError where a compiler traces."""
+    """Raises NotImplementedError while a compiler traces."""
     if torch.compiler.is_compiling():
         raise NotImplementedError("a layer with splits is not compiled: compilers join what is computed in pieces")
 
@@ -84,15 +84,9 @@ def multiply_pieces(
     fast_accum: bool,
     exact: bool,
 ) -> Tensor:
-    """Computes a product of `multiply` piece by piece.
+    """Computes a product of `multiply` piece by piece; arguments are as there, `parallel` has `splits`.
 
-    Args:
-        name: which product it is.
-        a, b, size, bias, dtype, fast_accum, exact: as for `multiply`.
-        parallel: of the layer, with `splits`.
-
-    Returns:
-        The product in `dtype`; where ranks have terms of it, this rank's in float32.
+    Returns `dtype`, or, if ranks hold terms of the product, this rank's sum in float32.
     """
     assert parallel.splits is not None
     axis, count = _AXES[parallel.style, name], parallel.splits // parallel.ranks
@@ -115,9 +109,9 @@ def multiply_pieces(
 
 
 def in_pieces(function: Callable[[Tensor], Tensor], x: Tensor, parallel: Parallel | None) -> Tensor:
-    """Applies a function to x [.., features of this rank] piece by piece, if the layer that x comes from or goes to has pieces.
+    """Applies a function to each piece of x [.., features of this rank] if the layer before or after it has pieces.
 
-    Each piece, and the gradient of what it becomes, lies in memory of its own. So the function computes the same on every mesh.
+    Each piece, and the gradient of its result, is contiguous, so the function computes the same on every mesh.
     """
     if parallel is None or parallel.splits is None:
         return function(x)
@@ -128,7 +122,7 @@ def in_pieces(function: Callable[[Tensor], Tensor], x: Tensor, parallel: Paralle
 
 
 def sum_of_rows(x: Tensor, parallel: Parallel) -> Tensor:
-    """Returns the sum over the rows of x [rows, columns], whose columns the ranks cut if the layer is a column."""
+    """Returns the sum over the rows of x [rows, columns], by pieces of columns if the layer is column-parallel."""
     assert parallel.splits is not None
     count = parallel.splits // parallel.ranks if parallel.style == "column" else 1
     return torch.cat([piece.contiguous().sum(0) for piece in x.chunk(count, 1)])
@@ -161,7 +155,7 @@ def _piece(length: int, count: int) -> int:
 
 
 def _parts(x: Matrix) -> Matrix:
-    """A matrix of parts, of one whose weight is one tensor."""
+    """Returns a matrix with codes and scales as parts, if its part was a `QuantizedTensor`."""
     if not x.is_one_tensor:
         return x
     weight: Any = x.parts[0]
@@ -175,17 +169,17 @@ def _rows(x: Matrix) -> int:
 
 
 def _whole(x: Matrix) -> Matrix:
-    """Values lie in memory of their own, as those of a piece do."""
+    """Copies values that aren't contiguous, since a piece's are."""
     return x if x.format is not None else x._replace(parts=[x.parts[0].contiguous()])
 
 
 def _wide(x: Matrix) -> Matrix:
-    """Values as a CPU multiplies them without rounding the terms to their dtype."""
+    """Converts values on a CPU to float32, so that it doesn't round the terms to their dtype."""
     return x if x.format is not None or x.parts[0].is_cuda else x._replace(parts=[x.parts[0].float()])
 
 
 def _cut(x: Matrix, dim: int, index: int, length: int) -> Matrix:
-    """Takes piece `index` of a matrix [size, contracted] along an axis; pieces begin and end with blocks."""
+    """Returns piece `index` of a matrix [size, contracted] along an axis; pieces begin and end at block boundaries."""
     dim = 1 - dim if x.transposed else dim
     codes, first = x.parts[0], index * length
     if x.format is None:

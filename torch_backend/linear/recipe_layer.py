@@ -1,4 +1,4 @@
-"""`RecipeLayer`: what delayed scaling, `observe` and pipelines know of layers, which are made above this room."""
+"""`RecipeLayer`: the interface of layers that delayed scaling, `observe` and pipelines use; `modules` implements it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from blockfp.recipes import Recipe
 
 
 class RecipeLayer(nn.Module):
-    """A layer with one weight whose products run by a recipe, and the recipe's state in buffers.
+    """A layer with one weight, a recipe for its products, and the recipe's state in buffers.
 
     Attributes:
-        linear_recipe: the `Recipe` of its products (`recipes.for_linear`).
-        observed: figures that `observe` gathers, or None.
-        has_scales: whether the scales of delayed scaling are known to be above 0; else casts look.
-        recorded: whether a forward recorded amaxes since delayed scaling's last update, as far as eager code knows.
+        linear_recipe: the products' `Recipe` (`recipes.for_linear`).
+        observed: figures that `observe` collects, or None.
+        has_scales: whether delayed scales are known to be above 0; otherwise casts check.
+        recorded: whether eager code has recorded amaxes since delayed scaling's last update.
     """
 
     linear_recipe: Recipe
@@ -31,13 +31,13 @@ class RecipeLayer(nn.Module):
     step: Tensor | None
 
     def held_weight(self) -> Tensor | None:
-        """Returns the weight as it is held now: whole, sharded or gathered."""
+        """Returns the weight in its current form: whole, sharded or gathered."""
         return self._parameters.get("weight")
 
     def note_scales(self, found: bool) -> None:
-        """Takes note whether the scales are above 0."""
+        """Sets whether all scales are above 0."""
         raise NotImplementedError
 
     def note_updated(self) -> None:
-        """Takes note that the scales follow from all amaxes that were recorded until now."""
+        """Notes that the scales now reflect all recorded amaxes."""
         raise NotImplementedError

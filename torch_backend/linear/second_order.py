@@ -1,18 +1,18 @@
-"""Gradients of the gradients of `linear`: those of the straight-through function.
+"""Second-order gradients of `linear`: derivatives of its straight-through backward.
 
     y  = cast(x) cast(w)^T      dx = cast(g) cast(w)      dw = cast(g)^T cast(x)
 
-Every cast has the derivative of the identity, so derivatives of dx and dw are products with the dequantized other operand.
-Where a graph of the backward is wanted (`create_graph=True`), dx and dw are made of dequantized operands, in float32 and by
-operations that autograd knows; each operand has its value from its codes, and its gradient goes to what was cast:
+Every cast has the identity's derivative, so derivatives of dx and dw are products with the other operand, dequantized. With
+`create_graph=True`, dx and dw are computed from dequantized operands, in float32 and by differentiable operations. Each operand
+takes its value from its codes and passes its gradient to the tensor that was cast:
 
-    g    the gradient that the backward got, which has a graph
+    g    the backward's incoming gradient, which has a graph
     w    the weight, which the forward saves anyway
-    x    gone: the forward kept its codes alone. It returned an empty second output, whose gradient brings the one of x to the
-         forward's own node, which passes it on (`OfInput`)
+    x    the forward saved only its codes. It returned an empty second output, through which x's gradient reaches the forward's
+         node, which passes it on (`OfInput`)
 
-The derivative of the gradient isn't symmetric, as a Hessian is: casts along rows and along columns differ. So JAX's products by
-another order of differentiation (forward over reverse) are others; docs/jax.md has figures.
+The derivative of the gradient isn't symmetric like a Hessian, because rowwise and columnwise casts differ. JAX's products in
+another order of differentiation (forward over reverse) therefore differ; docs/jax.md has figures.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .weight_operands import columnwise_weight, weight_operand
 
 
 def values_of(parts: Sequence[Tensor], format: Format | None, columns: int) -> Tensor:
-    """An operand's values in float32, from codes and scales, a quantized tensor, or values."""
+    """Returns an operand's values in float32, from codes and scales, a quantized tensor, or values."""
     if len(parts) == 1:
         whole = parts[0].detach()
         return whole.float() if format is None else ops.dequantize_tensor(whole, torch.float32)
@@ -46,7 +46,7 @@ def values_of(parts: Sequence[Tensor], format: Format | None, columns: int) -> T
 
 
 def columnwise_values(parts: Sequence[Tensor], cast: Cast, rows: int) -> Tensor:
-    """The values [rows, columns] of an operand that was quantized columnwise, its rotation undone."""
+    """Returns the values [rows, columns] of an operand that was quantized columnwise, without its rotation."""
     values = values_of(parts, cast.format, rows)
     if cast.rotate:
         group, whole = rotation.GROUP, rows - rows % rotation.GROUP
@@ -57,7 +57,7 @@ def columnwise_values(parts: Sequence[Tensor], cast: Cast, rows: int) -> Tensor:
 
 
 class StraightThrough(torch.autograd.Function):
-    """A value that stands for `original`, which gets its gradient."""
+    """Returns `value`, and passes its gradient to `original`."""
 
     @staticmethod
     def forward(ctx: Any, original: Tensor, value: Tensor) -> Tensor:
@@ -70,9 +70,9 @@ class StraightThrough(torch.autograd.Function):
 
 
 class OfInput(torch.autograd.Function):
-    """A value that stands for the input of a forward that kept none, for whose node its gradient waits in a list.
+    """Returns `value` in place of an input that the forward didn't save; appends its gradient to a list for the forward's node.
 
-    Autograd runs that node after all that brings gradients, and each run has a number.
+    Autograd runs that node after all nodes that feed it; graph task numbers tell concurrent backwards apart.
     """
 
     @staticmethod
@@ -87,9 +87,9 @@ class OfInput(torch.autograd.Function):
 
 
 def taken(waiting: list[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor | None:
-    """Takes all gradients that wait, and returns the sum of this run's.
+    """Empties the list of pending gradients and returns the sum of this graph task's.
 
-    Others are of runs that ended before the forward's node.
+    Others belong to backwards that ended before reaching the forward's node.
     """
     task = current_graph_task()
     own = [gradient for number, gradient in waiting if number == task]
@@ -98,12 +98,12 @@ def taken(waiting: list[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor | Non
 
 
 def plus(d_x: Tensor, carried: Tensor | None) -> Tensor:
-    """Adds the result of `taken`, if there is one, to a gradient."""
+    """Adds the result of `taken` to a gradient, unless it is None."""
     return d_x if carried is None else d_x + carried
 
 
 def cast_again(ctx: Any, kept: list[Tensor], aligned: bool = False) -> list[Tensor]:
-    """Returns the columnwise parts of x, of which a forward kept the values; `aligned` if so."""
+    """Quantizes the saved x columnwise, for a forward that saved its values; returns the parts, `aligned` or not."""
     recipe = ctx.call.recipe
     scaling = Scaling(recipe.eps, ctx.input_scale)
     cast = recipe.input_columnwise
@@ -113,7 +113,7 @@ def cast_again(ctx: Any, kept: list[Tensor], aligned: bool = False) -> list[Tens
 
 
 def backward_with_graph(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """Runs the backward of `linear` so that its gradients of x, weight and bias can be differentiated, and returns these."""
+    """Computes differentiable gradients of x, weight and bias."""
     call: Call = ctx.call
     recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs
     saved, lengths = list(ctx.saved_tensors), ctx.counts or [gradient.shape[0]]
@@ -127,7 +127,7 @@ def backward_with_graph(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]
         x = [columnwise_values(one.parts, cast, length) for one, length in zip(inputs, lengths, strict=needs_weight)]
         w = _weight_values(parts, ctx, recipe) if needs_x else None
     d_x = d_weight = None
-    # Products choose their dtypes themselves.
+    # Autocast must not change the products' dtypes.
     with torch.autocast(gradient.device.type, enabled=False):
         if w is not None:
             w = StraightThrough.apply(saved[ctx.kept + ctx.parts] if ctx.weight_beside else parts[0], w)
@@ -147,7 +147,7 @@ def backward_with_graph(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]
 
 
 def _gradient_values(ctx: Any, gradient: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """The values of each group's gradient, rowwise and columnwise, [tokens, out]; the original in directions not wanted."""
+    """Returns each group's gradient as cast rowwise and columnwise, [tokens, out]; unneeded directions keep the original."""
     recipe, (needs_x, needs_weight, _) = ctx.call.recipe, ctx.call.needs
     rowwise = recipe.gradient if needs_x else HIGH_PRECISION
     columnwise = recipe.gradient_columnwise if needs_weight else HIGH_PRECISION
@@ -165,10 +165,10 @@ def _gradient_values(ctx: Any, gradient: Tensor) -> tuple[list[Tensor], list[Ten
 
 
 def _weight_values(parts: list[Tensor], ctx: Any, recipe: Recipe) -> Tensor:
-    """The weight as the input's gradient is multiplied with it, [.., out, in] in float32."""
+    """Returns the weight that dx is computed with, float32 [.., out, in]."""
     columnwise = recipe.weight_columnwise
     if ctx.format is None and recipe.weight.format is not None:
-        # It was quantized at use, and its codes not kept.
+        # It was quantized at use, and its codes were not saved.
         made = weight_operand(parts[0].detach(), None, recipe.weight, None)
         return values_of(made.parts, made.format, ctx.shape[-1])
     if ctx.format is not None or columnwise.format is None:
@@ -179,7 +179,7 @@ def _weight_values(parts: list[Tensor], ctx: Any, recipe: Recipe) -> Tensor:
 
 
 def without_derivative(backward: Callable[..., Any], ctx: Any, gradient: Tensor, reason: str) -> Any:
-    """Runs a backward in grad mode; taking a derivative of its results raises RuntimeError with this reason."""
+    """Runs a backward in grad mode; differentiating its results raises RuntimeError with this reason."""
     with torch.no_grad():
         results = backward(ctx, gradient)
     if not gradient.requires_grad:

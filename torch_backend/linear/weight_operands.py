@@ -1,4 +1,4 @@
-"""Weights as products take them: quantized tensors as they are, values as codes of the part of the whole that they are."""
+"""Weights as operands: quantized tensors are used directly, other weights are quantized as shards of the full matrix."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .parallel import Parallel
 
 
 def weight_operand(weight: Tensor, stored: Format | None, cast: Cast, parallel: Parallel | None) -> Matrix:
-    """The weight as the forward multiplies it: itself, or quantized here as a part of the whole."""
+    """Returns the weight for the forward's product: itself if stored quantized, or quantized as a shard of the full matrix."""
     if stored is not None or cast.format is None:
-        # A quantized tensor knows its own origin.
+        # A quantized tensor has its own origin.
         return Matrix([weight], stored)
     if parallel is None:
         return Matrix(quantize_operand(weight, cast.format, None, eps=0.0).row, cast.format)
@@ -28,7 +28,7 @@ def weight_operand(weight: Tensor, stored: Format | None, cast: Cast, parallel: 
 
 
 def columnwise_weight(weight: Tensor, cast: Cast, parallel: Parallel | None) -> Matrix:
-    """Quantizes the values of a weight [out, in] columnwise, as a part of the whole."""
+    """Quantizes a weight [out, in] in high precision columnwise, as a shard of the full matrix."""
     if parallel is None or parallel.style == "experts":
         return Matrix(quantize_operand(weight, None, cast.format, eps=0.0).column, cast.format)
     column = quantized(weight, "weight", HIGH_PRECISION, cast, Scaling(0.0), parallel.cut_weight)[1]
@@ -37,10 +37,9 @@ def columnwise_weight(weight: Tensor, cast: Cast, parallel: Parallel | None) -> 
 
 
 def _grouped_weight(weight: Tensor, cast: Cast, parallel: Parallel) -> Matrix:
-    """Quantizes weights [groups, out, in], as one tensor where they share a scale, otherwise each by itself.
+    """Quantizes weights [groups, out, in]: as one tensor if they share a scale, else one by one.
 
-    Raises:
-        ValueError: they share one, and their blocks or the ranks' parts of them don't lie one behind the other.
+    Raises ValueError if they share one and a weight doesn't end at a block boundary or the ranks don't divide the experts.
     """
     assert cast.format is not None
     format, (count, rows, _) = cast.format, weight.shape

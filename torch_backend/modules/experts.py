@@ -1,4 +1,4 @@
-"""`Experts`: what modules become that hold the weights of all experts in 3-D parameters of their own."""
+"""`Experts`: quantized replacement for modules that store all experts' weights in their own 3-D parameters."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from .quantized_layer import Weights, check_weights, made_weight, moving
 from .stateful_layer import StatefulLayer
 
 OWN = ("biases", "transposed", "recipe", "weights", "compute", "keep_init", "parallel", "added")
-"""The attributes that a module gets."""
+"""Attributes that `from_experts` adds."""
 
 PRODUCT = "_product"
-"""The ending, behind a weight's name, of the name of the module that keeps its recipe's state."""
+"""Suffix, after a weight's name, of the module that holds its recipe's state."""
 
 
 class GroupedProduct(RecipeState, StatefulLayer):
-    """The product of one of the weights of `Experts`, and the recipe's state for it; the weight is its owner's."""
+    """Multiplies with one weight of `Experts` and holds the recipe's state for it; the weight belongs to its owner."""
 
     def __init__(self, recipe: Recipe | str, compute: Compute, device: torch.device):
         StatefulLayer.__init__(self, recipe, compute)
@@ -39,7 +39,7 @@ class GroupedProduct(RecipeState, StatefulLayer):
         self.announce()
 
     def belongs_to(self, owner: nn.Module, name: str) -> None:
-        """Says whose parameter the weight is, and what it is called there."""
+        """Sets the module that owns the weight, and the parameter's name there."""
         vars(self)["owner"] = weakref.ref(owner), name
 
     def held_weight(self) -> Tensor | None:
@@ -48,18 +48,14 @@ class GroupedProduct(RecipeState, StatefulLayer):
         return None if module is None else module._parameters.get(name)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The owner says it again, of itself, once it is copied or read.
+        # A copied or unpickled owner calls `belongs_to` again.
         return {name: value for name, value in vars(self).items() if name != "owner"}
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *, transposed: bool) -> Tensor:
         """Returns [tokens, out] for x [tokens, in], whose rows are sorted by expert.
 
-        Args:
-            x: the rows of expert 0, then those of expert 1, and so on.
-            weight: [experts, out, in], or [experts, in, out].
-            bias: [experts, out], or None.
-            offs: the end of each expert's rows, int32 [experts], on the device of x.
-            transposed: whether the weight is [experts, in, out].
+        `weight` is [experts, out, in], or [experts, in, out] if `transposed`; `bias` is [experts, out]. `offs` holds the end of
+        each expert's rows: int32 [experts], on x's device.
         """
         return apply(x, weight, bias, self.linear_recipe, state=self.state(), offs=offs, transposed=transposed)
 
@@ -68,21 +64,21 @@ class GroupedProduct(RecipeState, StatefulLayer):
 
 
 class Experts(InParts):
-    """Experts whose weights are 3-D parameters of this module; made by `convert` where such a module stands.
+    """Experts whose weights are this module's 3-D parameters; `convert` puts it in place of other libraries' modules.
 
-    The parameters keep their names and shapes. What a recipe keeps for each is in `NAME_product`.
+    The parameters keep their names and shapes. NAME_product holds the recipe's state of weight NAME.
 
     Attributes:
-        biases: the name of each weight's bias, or None, by the name of the weight.
-        transposed: whether the weights are [experts, in, out].
+        biases: bias name, or None, by weight name.
+        transposed: whether weights are [experts, in, out].
         recipe, weights, keep_init, parallel: see `QuantizedLayer`.
-        added: functions of x and offs, by the name of the weight to whose products their results are added; see `adding`.
+        added: functions whose results `multiply` adds, by weight name; see `adding`.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
-    """All names that weights may have in modules that this class knows."""
+    """All weight names in the modules that this class replaces."""
     seams: ClassVar[tuple[str, ...]] = ("forward",)
-    """Functions of these modules that this class does the work of."""
+    """Functions of those modules that this class reimplements."""
 
     biases: dict[str, str | None]
     transposed: bool
@@ -100,12 +96,12 @@ class Experts(InParts):
 
     @classmethod
     def knows(cls, other: type[nn.Module]) -> bool:
-        """Says whether this class's forward is that of a class of modules."""
+        """Returns whether this class reimplements the forward of a class of modules."""
         raise NotImplementedError
 
     @classmethod
     def found_in(cls, module: nn.Module) -> tuple[dict[str, str | None], bool] | None:
-        """Returns `biases` and `transposed` of a module whose class and weights this class knows; None for any other."""
+        """Returns `biases` and `transposed` of a module that this class can replace; None for any other."""
         raise NotImplementedError
 
     @classmethod
@@ -118,10 +114,9 @@ class Experts(InParts):
         compute: Compute = "quantized",
         keep_init: bool = True,
     ) -> Experts:
-        """Makes what a module is to become: quantized parameters, products, and nothing of its own else.
+        """Creates the replacement of a module: quantized parameters and products; the module's other attributes aren't copied.
 
-        Raises:
-            ValueError: weights [experts, in, out] in a format whose transpose isn't exact, or another that can't be quantized.
+        Raises ValueError for [experts, in, out] weights in a format without an exact transpose, and for unquantizable weights.
         """
         check_weights(weights)
         found = cls.found_in(layer)
@@ -145,34 +140,30 @@ class Experts(InParts):
         return made.train(layer.training)
 
     def register_hooks(self) -> None:
-        """Makes state dicts show and take the weights as codes, and take values for them."""
+        """Registers hooks that save weights as codes and scales in state dicts, and load those or plain values."""
         keep_in_parts(self)
         self.adopt()
 
     @property
     def linear_recipe(self) -> Recipe:
-        """The recipe of the products."""
+        """The products' recipe."""
         first, *_ = self.biases
         return self.product_of(first).linear_recipe
 
     def adopt(self) -> None:
-        """Tells each product that its weight is here."""
+        """Makes this module the owner of each product's weight."""
         for name in self.biases:
             self.product_of(name).belongs_to(self, name)
 
     def product_of(self, name: str) -> GroupedProduct:
-        """Returns what multiplies with a weight."""
+        """Returns the module that multiplies with a weight."""
         found: Any = self._modules[name + PRODUCT]
         return found
 
     def multiply(self, name: str, x: Tensor, offs: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns [tokens, out]: x, sorted by expert, multiplied with the weight of this name; its bias is added.
+        """Returns [tokens, out]: x [tokens, in], sorted by expert, times the weight of this name, plus its bias.
 
-        Args:
-            name: of the weight.
-            x: [tokens, in].
-            offs: see `GroupedProduct`.
-            dtype: what the weight is cast to; None leaves it as it is.
+        `offs` is as for `GroupedProduct`. The weight is cast to `dtype` first; None leaves it unchanged.
         """
         bias = self.biases[name]
         weight, bias = to_local(self.get_parameter(name)), None if bias is None else to_local(self.get_parameter(bias))
@@ -183,10 +174,7 @@ class Experts(InParts):
 
     @contextmanager
     def adding(self, name: str, function: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
-        """Adds function(x, offs), [tokens, out], to the products of `multiply` with a weight, as long as it is entered.
-
-        Adapters do this, which are beside a weight, and not in it.
-        """
+        """Within `with`, adds function(x, offs), [tokens, out], to `multiply`'s result for a weight; used by LoRA adapters."""
         self.added[name] = function
         try:
             yield
@@ -194,7 +182,7 @@ class Experts(InParts):
             del self.added[name]
 
     def dispatched(self, x: Tensor, experts: Tensor) -> Received:
-        """Sends tokens [tokens, in] to their experts, [tokens, k], as the group that shares these has them."""
+        """Sends tokens [tokens, in] to the ranks of their experts, given as indices [tokens, k]."""
         shares = self.parallel
         assert shares is not None
         *_, last = self.biases
@@ -203,7 +191,7 @@ class Experts(InParts):
         return send(x, experts, shares.features, product.linear_recipe, group, product.state())
 
     def multiply_received(self, name: str, x: Tensor, received: Received) -> Tensor:
-        """Returns [rows, out]: rows that came to this rank's experts, multiplied with the weight of this name."""
+        """Returns [rows, out]: received rows times the weight of this name, plus its bias."""
         bias = self.biases[name]
         weight, bias = to_local(self.get_parameter(name)), None if bias is None else to_local(self.get_parameter(bias))
         weight = weight.mT if self.transposed else weight
@@ -224,7 +212,7 @@ class Experts(InParts):
         return self
 
     def reset_buffers(self) -> None:
-        """Sets delayed scaling and the steps to their start, and draws new random keys."""
+        """Resets delayed scaling and step counts, and draws new random keys."""
         for name in self.biases:
             self.product_of(name).reset_buffers()
 

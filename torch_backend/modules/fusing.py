@@ -1,4 +1,4 @@
-"""The modules of a model that `convert` derives classes for: casts made with an activation, or once for several."""
+"""Finds the modules for which `convert` derives fused classes: activation with cast, or one cast shared by several layers."""
 
 from __future__ import annotations
 
@@ -28,20 +28,15 @@ from .quantized_layer import QuantizedLayer
 from .shared_inputs import SharesInput, sharing_class
 
 Fuse = Mapping[type[nn.Module] | str, Row]
-"""Rows by class, or by its qualified name."""
+"""Rows by class, or by the class's qualified name."""
 
 
 def fused_classes(model: nn.Module, made: Container[nn.Module], fuse: Fuse | None) -> dict[nn.Module, type[nn.Module]]:
-    """Returns the class that each module is to become, for those that have a row whose layers are quantized.
+    """Maps each module that has a row and quantized layers to its fused class.
 
-    Args:
-        model: the model; it stays as it is.
-        made: the layers that are about to be quantized.
-        fuse: a user's own rows, which go before `known_classes.KNOWN`.
-
-    Raises:
-        TypeError: fuse isn't such a mapping.
-        ValueError: one of its rows isn't true of a module of its class, or the model has no such module.
+    `made` holds the layers about to be quantized; `fuse` takes precedence over `known_classes.KNOWN`. The model isn't changed.
+    Raises TypeError if `fuse` isn't a mapping of classes to rows, and ValueError if a row doesn't fit a module or no module has
+    its class.
     """
     asked = {_name_of_key(key): _checked(row) for key, row in _items(fuse)}
     found: dict[nn.Module, type[nn.Module]] = dict.fromkeys(sequentials(model, made), FusedSequential)
@@ -99,13 +94,13 @@ def _checked(row: Row) -> Row:
 
 
 def _forward_is_of(cls: type[nn.Module], name: str) -> bool:
-    """Says whether a class is that of this name, or has its forward."""
+    """Returns whether a class inherits its forward from the class of this name."""
     base = base_named(cls, name)
     return base is not None and cls.forward is base.forward  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class FusedSequential(nn.Sequential):
-    """Its modules one after the other, with the same bits; where somebody looks (hooks), each is called."""
+    """An `nn.Sequential` that fuses each activation with the `Linear` after it, with the same bits. Calls hooked modules."""
 
     def forward(self, input: Any) -> Any:
         if nn.Sequential.forward is not SEQUENTIAL:
@@ -121,17 +116,13 @@ class FusedSequential(nn.Sequential):
 
 
 def _at_once(first: nn.Module, layer: nn.Module, x: Tensor) -> Tensor | None:
-    """Returns layer(first(x)) in one op for `first` and the cast; None where both have to be called."""
+    """Returns layer(first(x)) with `first` and the layer's cast in one op; None if both must be called."""
     activation = activation_of(first)
     return None if activation is None else fused_product(layer, x, None, Gating(activation, "apart"))
 
 
 def sequentials(model: nn.Module, made: Container[nn.Module]) -> Iterator[nn.Sequential]:
-    """Gives the `torch.nn.Sequential`s of a model, of that very class, that are to become fused ones.
-
-    Args:
-        made: the layers that `convert` changes.
-    """
+    """Yields plain `nn.Sequential` modules (no subclasses) in which a known activation precedes a layer in `made`."""
     for module in model.modules():
         if (
             type(module) is not nn.Sequential

@@ -1,7 +1,7 @@
-"""MLPs of other libraries, whose activation and cast `convert` makes one operation.
+"""Fuses the activation of other libraries' MLPs with the cast of the layer that follows.
 
-A row of `known_classes` names an MLP's parts, and its forward is called once on stand-ins, which note what it computes of
-them: an MLP that does anything else stays as it is. Nobody's module is run, and none needs values.
+A row of `known_classes` names an MLP's parts. To verify it, the class's forward is called once on stand-ins that record its
+operations; an MLP that computes anything else is skipped. The module itself isn't run and needs no values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
 
 class _Value:
-    """An expression of an MLP's input, made by the steps that MLPs have. All else that is done with it raises."""
+    """Records an expression of an MLP's input. Operations that known MLPs don't use raise DoesNotFit."""
 
     def __init__(self, text: str):
         self.text = text
@@ -33,7 +33,7 @@ class _Value:
     def __mul__(self, other: Any) -> _Value:
         if not isinstance(other, _Value):
             return NotImplemented
-        # A product has the same bits either way.
+        # Multiplication is commutative to the bit, so the order of factors is normalized.
         return _Value(" * ".join(sorted((self.text, other.text))))
 
     def chunk(self, chunks: int, dim: int = 0) -> list[_Value]:
@@ -59,7 +59,7 @@ class _Value:
 
 
 class _Layers:
-    """Stands in for an MLP: its layers note that they are called. All else that is asked of it raises."""
+    """Stands in for an MLP: calls of its layers are recorded, any other attribute raises DoesNotFit."""
 
     def __init__(self, names: Container[str | None], training: bool):
         self._names, self.training = names, training
@@ -74,15 +74,10 @@ _TRANSFORMERS = "transformers.activations"
 
 
 class Parts(NamedTuple):
-    """The names of an MLP's modules; None for one that it hasn't.
+    """Names of an MLP's modules, None for absent ones.
 
-    Attributes:
-        down: the layer behind the activation.
-        gate: the layer before it; of both halves, where there is no up.
-        up: the layer that makes what is multiplied with, or None.
-        act: the activation's module, or None.
-        halves: whether gate and up come from one layer.
-        function: the activation, where it is no module.
+    Without `up` there is no multiplication; `gate` is then the layer before the activation. `halves` says that the layer `gate`
+    computes gate and up side by side. `function` is the activation if no module `act` computes it.
     """
 
     down: str
@@ -94,7 +89,7 @@ class Parts(NamedTuple):
 
     @property
     def formula(self) -> str:
-        """What the forward returns of "x"."""
+        """The expression that the forward should return for the input "x"."""
         first, up = _Value(f"{self.gate}(x)"), None if self.up is None else _Value(f"{self.up}(x)")
         if self.halves:
             first, up = first.chunk(2, -1)
@@ -103,11 +98,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(mlp: nn.Module, row: MLPParts) -> Parts:
-    """Returns the parts that a row names of an MLP.
-
-    Raises:
-        DoesNotFit: it has no such parts, or its forward does something else with them.
-    """
+    """Returns an MLP's parts by a row; raises DoesNotFit if they don't exist or the forward computes something else."""
     halves = row.gate == row.up
     up = None if halves or row.gate is None else row.up
     act = row.activation if row.activation in mlp._modules else None
@@ -130,7 +121,7 @@ def parts_of(mlp: nn.Module, row: MLPParts) -> Parts:
 
 @once
 def why_not(forward: Any, parts: Parts) -> str | None:
-    """Returns in which way the forward of a class isn't `parts.formula`; None where it is, in training and in evaluation."""
+    """Returns how a class's forward differs from `parts.formula`, in training or evaluation; None if it doesn't."""
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return "its forward is wrapped by another function"
     for training in (True, False):
@@ -146,7 +137,7 @@ def why_not(forward: Any, parts: Parts) -> str | None:
 
 
 def activation_of(module: nn.Module) -> Activation | None:
-    """Returns the name of the function that a module computes; None where it isn't known, or its calls are seen by hooks."""
+    """Returns the name of the function that a module computes; None if it is unknown or hooks observe the module."""
     if watched(module) or (F.gelu, F.silu) != FUNCTIONS:
         return None
     if type(module) is nn.SiLU:
@@ -162,7 +153,7 @@ def activation_of(module: nn.Module) -> Activation | None:
         return "silu"
     if cls.__name__ not in ("GELUActivation", "GELUTanh"):
         return None
-    # They may hold a formula of their own instead.
+    # transformers' classes may replace F.gelu with a formula of their own.
     act: Any = module.act
     if act is F.gelu:
         return "gelu"
@@ -173,19 +164,15 @@ def activation_of(module: nn.Module) -> Activation | None:
 
 
 def fused_class(mlp: nn.Module, row: MLPParts) -> type[FusedMLP]:
-    """Returns the class that an MLP is to become.
-
-    Raises:
-        DoesNotFit: the row isn't true of it.
-    """
+    """Returns the class that replaces an MLP's class; raises DoesNotFit if the row doesn't describe the MLP."""
     check_own_forward(mlp)
     return _derived(type(mlp), parts_of(mlp, row))
 
 
 class FusedMLP(Derived, nn.Module):
-    """Base of the classes of `fused_class`: the forward casts what the activation makes as it is made, with the same bits.
+    """Base of the classes of `fused_class`: quantizes the activation's output as it is computed, with the same bits.
 
-    `known` is the forward of the class that they are made of, whose work they do.
+    `known` is the forward of the original class at conversion. If that has been replaced since, the replacement runs unfused.
     """
 
     known: ClassVar[Any]

@@ -1,4 +1,4 @@
-"""A layer behind an activation, called so that what the activation makes is cast as it is made, wherever nobody could tell."""
+"""Fuses an activation with the next layer's quantization when the result is identical."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from .known_classes import LINEAR, watched
 from .linear import Linear
 
 QUANTIZED = Linear.forward
-"""The forward of a quantized layer, as it was."""
+"""The forward of quantized layers at import, before anyone patches it."""
 
 
 def gated_product(layer: nn.Module, gate: Tensor, up: Tensor | None, gating: Gating) -> Tensor:
-    """Returns layer(activation(gate) * up), or layer(activation(gate)), with the same bits whichever way it goes.
+    """Returns layer(activation(gate) * up), or layer(activation(gate)); fused or not, the bits are the same.
 
-    Args:
-        layer: the layer, of any class.
-        gate, up: [.., features]; or the one tensor [.., 2 * features] that holds both, and None.
-        gating: the activation, and where gate and up lie.
+    `layer` is of any class. gate and up are [.., features]; or gate is [.., 2 * features] with both, in `gating.layout`, and up
+    is None.
     """
     found = fused_product(layer, gate, up, gating)
     if found is not None:
@@ -34,10 +32,10 @@ def gated_product(layer: nn.Module, gate: Tensor, up: Tensor | None, gating: Gat
 
 
 def fused_product(layer: Any, gate: Tensor, up: Tensor | None, gating: Gating) -> Tensor | None:
-    """Returns what `gated_product` does, in one op for activation and cast; None where the layer has to be called for it.
+    """Like `gated_product`, with activation and cast in one op; None if the layer must be called unfused.
 
-    That is where somebody may want to see its input (hooks), where another module or forward stands in its place, and where
-    `prologue.takes` says no.
+    That is the case if hooks observe the layer's input, if its class or forward was replaced, if it is tensor parallel, or if
+    `prologue.takes` refuses.
     """
     if type(layer).forward is not QUANTIZED or layer.parallel is not None or watched(layer):
         return None

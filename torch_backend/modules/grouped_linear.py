@@ -1,4 +1,4 @@
-"""`GroupedLinear`: one linear layer per expert, over rows sorted by expert."""
+"""`GroupedLinear`: one linear layer per expert, applied to rows sorted by expert."""
 
 from __future__ import annotations
 
@@ -58,20 +58,20 @@ class GroupedLinear(QuantizedLayer):
 
         Args:
             x: the rows of expert 0, then those of expert 1, and so on.
-            counts: number of rows of each expert, [experts]; may be zero. A tensor on x's GPU is not read back, so its values
-                aren't checked, and rows beyond their sum give zeros. If experts are divided over a tensor-parallel group, pass
-                this rank's counts; if each expert is sharded, the host reads the tensor. Or the `Received` of `dispatch`, with
-                its tokens, or values in their order, as x.
+            counts: number of rows of each expert, [experts]; may be zero. A tensor on x's GPU isn't copied to the host: its
+                values aren't checked, and rows beyond their sum give zeros. If experts are divided over a tensor-parallel
+                group, pass this rank's counts; if each expert is sharded, the host reads the tensor. Or the `Received` of
+                `dispatch`, with x its tokens or values in the same order.
 
         Raises:
-            TypeError: a tensor of counts isn't of an integer dtype.
+            TypeError: a counts tensor isn't of an integer dtype.
             ValueError: counts are negative, not integers, don't add up to x's rows, or aren't one per expert; x is a DTensor
-                and experts are divided over a group; or rows were dispatched by another recipe, or to sharded experts.
+                and experts are divided over a group; or the rows were dispatched for another recipe or for sharded experts.
         """
         if isinstance(counts, Received):
             return self._received(x, counts)
         if self.parallel is not None and self.parallel.style == "experts" and mesh_of(x) is not None:
-            # Ranks receive different numbers of rows, which no DTensor describes.
+            # Ranks receive different numbers of rows, which a DTensor can't represent.
             raise ValueError("x: experts take the rows that were sent to this rank, got a DTensor: pass x.to_local()")
         experts = local_of(self.weight).shape[0]
         if x.ndim != 2:

@@ -1,4 +1,4 @@
-"""`LayerNormLinear`: a norm and the linear layer behind it."""
+"""`LayerNormLinear`: a norm followed by a linear layer."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ Norm = Literal["layer_norm", "rms_norm"]
 
 
 def make_norm(kind: Norm, features: int, eps: float, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Module:
-    """Makes torch's norm of that kind, over the last axis.
-
-    Raises:
-        ValueError: another kind.
-    """
+    """Returns torch's norm of this kind over the last axis; raises ValueError for unknown kinds."""
     kinds = {"layer_norm": nn.LayerNorm, "rms_norm": nn.RMSNorm}
     if kind not in kinds:
         raise ValueError(f"norm must be one of {', '.join(kinds)}, got {kind!r}")
@@ -28,15 +24,16 @@ def make_norm(kind: Norm, features: int, eps: float, device: torch.device | str 
 
 
 class LayerNormLinear(nn.Module):
-    """linear(norm(x)): the norm's output is quantized once, along both axes, and only its codes are kept for the backward.
+    """Computes linear(norm(x)).
 
-    Several layers that read the same norm are one layer with their outputs side by side, as query, key and value are.
+    The norm's output is quantized once, along both axes; only its codes are saved for the backward. Layers that read the same
+    norm, such as query, key and value, can be one layer with concatenated outputs.
 
     Args:
         in_features, out_features, bias: of the linear layer.
         recipe: a `Recipe` or its name.
         norm: "layer_norm" or "rms_norm".
-        eps: of the norm.
+        eps: the norm's epsilon.
         device, dtype, weights, compute, keep_init: as for `Linear`.
     """
 

@@ -21,16 +21,16 @@ _GATINGS = {"gelu": Gating("gelu_tanh", "apart"), "swiglu": Gating("silu", "pair
 
 
 class LayerNormMLP(nn.Module):
-    """down(activation(up(norm(x)))).
+    """Computes down(activation(up(norm(x)))).
 
-    With SwiGLU, up gives gate and value from one product, [.., 2 * ffn]: silu(gate) * value goes on. They alternate, gate
-    first, so that tensor parallelism cuts between pairs. What goes on is quantized as it is made, and never lies in memory
-    where a kernel does that (`gated_product`).
+    With SwiGLU, `up` returns [.., 2 * ffn] with gates and values interleaved, gate first, so that tensor parallelism cuts
+    between pairs; the result is silu(gate) * value. Where a kernel fuses the activation with the cast, the activation's output
+    is never stored in high precision.
 
     Args:
         features: length of x's last axis.
-        ffn_features: length between the two layers.
-        bias: whether the linear layers have one.
+        ffn_features: length of the axis between the two layers.
+        bias: whether the linear layers have biases.
         recipe: a `Recipe` or its name.
         norm: "layer_norm" or "rms_norm".
         activation: "gelu" (its tanh approximation) or "swiglu".

@@ -1,4 +1,4 @@
-"""`MultiheadAttention`: self-attention between two linear layers."""
+"""`MultiheadAttention`: self-attention with quantized projections."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ from .quantized_layer import LayerOptions, Weights
 
 
 class MultiheadAttention(nn.Module):
-    """out(attention(qkv(x))): self-attention whose projections are quantized.
+    """Self-attention with quantized projections: out(attention(qkv(x))).
 
-    Attention itself is torch's `scaled_dot_product_attention`, in high precision. The rows of `qkv.weight` are [heads, 3,
-    features / heads]: query, key and value of the first head, then those of the next, so that tensor parallelism cuts between
-    heads. With fewer heads of keys and values they are [key_value_heads, heads / key_value_heads + 2, features / heads]: the
-    queries that share a key and a value, then those two.
+    Attention itself is torch's `scaled_dot_product_attention`, in high precision. Rows of `qkv.weight` are [heads, 3, features
+    / heads]: query, key and value of the first head, then of the second, so that tensor parallelism cuts between heads. With
+    grouped queries they are [key_value_heads, heads / key_value_heads + 2, features / heads]: the queries that share a key and
+    a value, then that key and value.
 
     Args:
         features: length of x's last axis.
-        heads: of the queries; they divide features.
-        bias: whether the linear layers have one.
+        heads: number of query heads; divides features.
+        bias: whether the linear layers have biases.
         recipe: a `Recipe` or its name.
-        causal: whether a token attends only to itself and to those before it.
-        key_value_heads: heads of keys and values, each shared by as many queries (grouped-query attention); they divide heads,
-            and None means as many as heads.
+        causal: whether a token attends only to itself and earlier tokens.
+        key_value_heads: number of key and value heads (grouped-query attention); divides heads, and None means equal to heads.
         device, dtype, weights, compute, keep_init: as for `Linear`.
 
     Raises:
-        ValueError: numbers of heads that don't divide.
+        ValueError: a number of heads doesn't divide.
 
     Example:
         >>> attention = MultiheadAttention(1024, heads=16, recipe="mxfp8", causal=True, dtype=torch.bfloat16)
@@ -73,7 +72,7 @@ class MultiheadAttention(nn.Module):
 
     def _attend(self, projected: Tensor) -> Tensor:
         shared = self.heads // self.key_value_heads
-        # As many heads as the rows of this rank's part of the weight; torch's attention takes no DTensors of them everywhere.
+        # -1 is this rank's number of heads. torch's attention doesn't support DTensors on every device.
         groups = to_local(projected).unflatten(-1, (-1, shared + 2, self.head_features))
         query, key, value = (each.flatten(-3, -2).transpose(-3, -2) for each in groups.split((shared, 1, 1), -2))
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal, enable_gqa=shared > 1)

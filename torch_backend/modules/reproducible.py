@@ -178,7 +178,7 @@ class Reproducible:
 
     @contextmanager
     def _keys(self) -> Iterator[Callable[[int], None]]:
-        """Yields a function that sets stochastic rounding's keys to those of one of this rank's units.
+        """Yields a function that sets stochastic rounding's keys for one of this rank's units.
 
         Afterwards the keys are restored, and each layer's step has advanced as after one unit.
         """

@@ -1,4 +1,4 @@
-"""Attention of other libraries, whose query, key and value layers read one tensor: `convert` lets them share its cast."""
+"""Lets other libraries' query, key and value layers share one cast of their input."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOTHING = nullcontext()
 
 
 def sharing(layers: Sequence[nn.Module | None]) -> AbstractContextManager[None]:
-    """Lets layers share casts within `with`, unless hooks see their calls, or something else is in a layer's place."""
+    """Lets layers share casts within `with`, unless hooks observe one or another class or forward replaced it."""
     if torch.compiler.is_compiling():
         return NOTHING
     readers = [layer for layer in layers if isinstance(layer, QuantizedLayer) and type(layer).forward is QUANTIZED]
@@ -31,7 +31,7 @@ def sharing(layers: Sequence[nn.Module | None]) -> AbstractContextManager[None]:
 
 
 class SharesInput(Derived, nn.Module):
-    """Base of the classes of `sharing_class`: their forward is the library's own, `known`."""
+    """Base of the classes of `sharing_class`. Runs the library's own forward, `known`, within `sharing`."""
 
     known: ClassVar[Any]
     readers: ClassVar[tuple[str, ...]]
@@ -46,10 +46,9 @@ class SharesInput(Derived, nn.Module):
 
 
 def sharing_class(module: nn.Module, row: SharedInput) -> type[SharesInput]:
-    """Returns the class that a module is to become whose layers share a cast.
+    """Returns the class that lets a module's layers share a cast.
 
-    Raises:
-        DoesNotFit: the row isn't true of it.
+    Raises DoesNotFit if a layer is missing or the module has its own forward.
     """
     check_own_forward(module)
     for name in row.layers:
@@ -65,6 +64,6 @@ def _derived(cls: type[nn.Module], readers: tuple[str, ...]) -> type[SharesInput
 
 
 def _rebuild_sharing(cls: type[nn.Module], readers: tuple[str, ...]) -> nn.Module:
-    # Another version of the library, or somebody else, may have put another forward there.
+    # Another version of the library, or a patch, may have another forward.
     made: Any = cls if forward_of(cls) is None else _derived(cls, readers)
     return made.__new__(made)

@@ -1,4 +1,4 @@
-"""The product of a layer that a tensor-parallel group shares, where x may be a DTensor."""
+"""Tensor-parallel layers and norms whose input may be a DTensor."""
 
 from __future__ import annotations
 
@@ -29,19 +29,11 @@ def multiply_shared(
     counts: Sequence[int] | None = None,
     offs: Tensor | None = None,
 ) -> Tensor:
-    """Runs `linear` on x with this rank's part of a layer.
+    """Runs `linear` on x with this rank's shard of a layer's weight and bias, which are DTensors.
 
-    Args:
-        x: what this rank holds of it, the same number of tokens on every rank; or a DTensor on the tensor-parallel mesh, which
-            is redistributed as the layer needs it. The output is a DTensor then.
-        weight, bias: DTensors on that mesh.
-        recipe: the `Recipe`.
-        parallel: how its group shares the layer.
-        state: the layer's buffers.
-        counts, offs: rows of each group, or where it ends, for grouped layers.
-
-    Raises:
-        ValueError: a DTensor on another mesh.
+    x is this rank's part, with equally many tokens on every rank; or a DTensor on the same mesh, which is redistributed as the
+    layer needs, and the output is one too. A DTensor on another mesh raises ValueError. `counts` holds the number of rows of
+    each group, `offs` their ends.
     """
     check_mesh(x, weight)
     dtensor, features = as_dtensor(x), weight.shape[-2]
@@ -57,7 +49,7 @@ def multiply_shared(
 
 
 def _placements(parallel: Parallel, ndim: int) -> tuple[Any, Any]:
-    """Returns the placements of x and of the output."""
+    """Returns the placements of x and the output."""
     from torch.distributed.tensor import Replicate, Shard
 
     features = Shard(ndim - 1)
@@ -69,7 +61,7 @@ def _placements(parallel: Parallel, ndim: int) -> tuple[Any, Any]:
 
 
 class _SummedGradient(torch.autograd.Function):
-    """Identity on a parameter that each rank uses for its own tokens: its gradient is the sum over the ranks."""
+    """Identity on a parameter that each rank applies to its own tokens; sums the gradient over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, group: str) -> Tensor:
@@ -82,11 +74,10 @@ class _SummedGradient(torch.autograd.Function):
 
 
 class SharedNorm(nn.Module):
-    """A norm after `parallelize`: its parameters are replicated DTensors, and each rank norms the tokens that it has.
+    """A norm after `parallelize`: its parameters are replicated DTensors, and each rank normalizes its tokens.
 
-    Attributes:
-        group: name of the group. Gradients of the parameters are summed over it where each rank has its own tokens.
-        sequence: whether each rank has its own tokens of a plain x; a DTensor says it itself.
+    `group` is the process group over which parameters' gradients are summed if ranks hold different tokens. `sequence` says
+    whether they do for a plain x; a DTensor's placement says so itself.
     """
 
     group: str
@@ -99,7 +90,7 @@ class SharedNorm(nn.Module):
         return from_local(y, mesh_of(x), getattr(x, "placements", ()), x.shape)
 
     def _laid_out(self, x: Tensor) -> tuple[Tensor, bool]:
-        """Returns x with whole features on every rank, and whether each has its own tokens."""
+        """Returns x with whole features on every rank, and whether ranks hold different tokens."""
         dtensor = as_dtensor(x)
         if dtensor is None:
             return x, self.sequence
@@ -108,7 +99,7 @@ class SharedNorm(nn.Module):
         for parameter in self.parameters(recurse=False):
             check_mesh(x, parameter)
         tokens = x.ndim - len(self.normalized_shape)
-        # The terms of a sum, or parts of the features, can't be normed one by one.
+        # Partial sums and feature shards can't be normalized separately.
         laid_out = [
             placement if isinstance(placement, Shard) and placement.dim < tokens else Replicate()
             for placement in dtensor.placements
@@ -116,7 +107,7 @@ class SharedNorm(nn.Module):
         return dtensor.redistribute(placements=laid_out), isinstance(laid_out[0], Shard)
 
     def parameter(self, name: str, summed_over: str | None) -> Tensor | None:
-        """Returns a parameter as this rank uses it, its gradient summed over a group or not."""
+        """Returns a parameter's local tensor; its gradient is summed over `summed_over` unless that is None."""
         parameter = getattr(self, name)
         if parameter is None:
             return None
@@ -139,4 +130,4 @@ class SharedRMSNorm(SharedNorm, nn.RMSNorm):
 
 
 SHARED_NORMS: dict[type[nn.Module], type[SharedNorm]] = {nn.LayerNorm: SharedLayerNorm, nn.RMSNorm: SharedRMSNorm}
-"""Torch's norms, and their classes after `parallelize`."""
+"""torch's norms and their classes after `parallelize`."""

@@ -113,12 +113,12 @@ class Summary:
 
     @property
     def in_matrices(self) -> int:
-        """Number of parameters in matrices that are multiplied: those of two or more axes, except embeddings."""
+        """Number of parameters in matrices that are multiplied: all with two or more axes, except embeddings."""
         return self.quantized + sum(left.parameters for left in self.left if left.reason != EMBEDDING)
 
     @property
     def unasked(self) -> int:
-        """Number of these that are in high precision although nobody asked for it."""
+        """Number of parameters in high precision although nobody asked for it."""
         return sum(left.parameters for left in self.left if left.unasked)
 
     @property

@@ -1,4 +1,4 @@
-"""`TransformerLayer`: causal attention and an MLP, each behind a norm and beside a residual."""
+"""`TransformerLayer`: causal attention and an MLP, each after a norm and with a residual connection."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .quantized_layer import LayerOptions, Weights
 
 
 class TransformerLayer(nn.Module):
-    """x + attention(norm(x)), and to that the MLP of its norm.
+    """Pre-norm transformer layer: returns h + mlp(norm(h)) for h = x + attention(norm(x)).
 
     Args:
         features: length of x's last axis.
-        ffn_features: length between the MLP's layers.
-        heads, key_value_heads: of the attention, which is causal; see `MultiheadAttention`.
+        ffn_features: length of the axis between the MLP's layers.
+        heads, key_value_heads: as for `MultiheadAttention`; the attention is causal.
         bias, recipe, norm, activation, eps, device, dtype, weights, compute, keep_init: as for `LayerNormMLP`.
 
     Example:

@@ -1,4 +1,4 @@
-// Launches of adamw.cuh: one for all parameters that share a way of keeping moments and a kind of blocks.
+// Launches adamw.cuh, once for all parameters with the same moment storage and kind of blocks.
 #include "step_launches.h"
 
 namespace blockfp {
@@ -17,7 +17,7 @@ bool vectors_fit(const StepEntry& e) {
          (!copy || aligned(e.out, 8));
 }
 
-// The kernel of one way of keeping moments and one kind of blocks.
+// The kernel for one moment storage and one kind of blocks.
 template <Moments M, Blocks B>
 struct Step {
   static int64_t tiles(const StepEntry& e) {

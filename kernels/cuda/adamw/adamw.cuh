@@ -1,9 +1,10 @@
-// An AdamW step of many parameters in one launch: a thread block takes a tile of one of them, updates masters and moments as they
-// stream through, finds the amaxes of the tile's blocks from the new masters, and writes codes and scales.
+// An AdamW step of many parameters in one launch: a thread block takes a tile of one of them, updates masters and moments as
+// they stream through, finds the amaxes of the tile's blocks from the new masters, and writes codes and scales.
 //
-// A warp takes whole rows of a tile of 128 columns, four columns a lane: every load and store is a run of 64 to 512 bytes. So a block of
-// 1x128 (FP8 moments too) is a row of a warp, and one of 1x32 eight lanes: their codes are written at once. Square blocks meet in shared
-// memory, where the new masters wait for their scale; in registers they would halve the number of threads, and so of loads under way.
+// A warp takes whole rows of a tile of 128 columns, four columns per lane, so every load and store is a run of 64 to 512 bytes.
+// A block of 1x128 (FP8 moments too) is then a warp's row, and one of 1x32 eight lanes: their codes are written at once. Square
+// blocks span warps, so the new masters wait for their scale in shared memory; in registers they would halve the number of
+// threads, and so of loads in flight.
 #pragma once
 
 #include "moments.cuh"
@@ -11,17 +12,17 @@
 namespace blockfp {
 namespace cuda {
 
-// What a launch writes beside masters and moments. Copies in 16 bits go with kNothing, whose tiles have no blocks.
+// What a launch writes besides masters and moments. 16-bit copies use kNothing, whose tiles have no blocks.
 enum class Blocks { kNothing, kRows, kSquare32, kSquare128 };
 
 constexpr int kStepColumns = 128;
 template <Blocks B>
 constexpr int kStepWarps = B == Blocks::kSquare128 ? 8 : 4;
 template <Blocks B>
-constexpr int kStepRows = B == Blocks::kSquare128 ? 16 : 8;  // of a warp
+constexpr int kStepRows = B == Blocks::kSquare128 ? 16 : 8;  // per warp
 template <Blocks B>
 constexpr int kStepTileRows = kStepWarps<B> * kStepRows<B>;
-// As many threads as a multiprocessor has registers for, at 80 each.
+// As many threads as a multiprocessor's registers allow, at 80 each.
 template <Blocks B>
 constexpr int kStepBlocks = 768 / (32 * kStepWarps<B>);
 template <Blocks B>
@@ -29,17 +30,18 @@ constexpr bool kSquare = B == Blocks::kSquare32 || B == Blocks::kSquare128;
 template <Blocks B>
 constexpr int kStepShared = kSquare<B> ? kStepTileRows<B> * kStepColumns * sizeof(float) : 0;
 
-// Parameters of one launch, passed by value: what a graph captures is whole. (4 KB were the limit before CUDA 12.1; it is 32,764 bytes.)
+// Parameters of one launch, passed by value, so that captured graphs contain them. (The limit was 4 KB before CUDA 12.1; it is
+// 32,764 bytes.)
 constexpr int kStepMost = 128;
 struct StepLaunch {
   int count;
   uint32_t first_tile[kStepMost + 1];
-  bool vectors[kStepMost];  // rows and pointers allow four elements at a time
+  bool vectors[kStepMost];  // whether rows and pointers allow access to four elements at a time
   StepEntry entry[kStepMost];
 };
 static_assert(sizeof(StepLaunch) <= 32764, "a launch's arguments");
 
-// Calls body with the element of the codes.
+// Calls body with the codes' element.
 template <Blocks B, class Body>
 __device__ __forceinline__ void with_step_element(int element, Body body) {
   if (element == E4M3::kId) return body(E4M3{});
@@ -67,15 +69,15 @@ __device__ __forceinline__ BlockScale<float> scale_by_rule(const StepEntry& e, i
   }
 }
 
-// Where a thread's elements lie.
+// Position of a thread's elements.
 struct StepPlace {
-  int64_t line;    // its first row, matrices counted one below the other
+  int64_t line;    // its first row, with matrices stacked
   int64_t column;
-  int rows;        // of its warp's rows, how many there are
-  int count;       // of its four columns, how many there are
+  int rows;        // number of its warp's rows that exist
+  int count;       // number of its four columns that exist
 };
 
-// A scale, by one thread of its block.
+// Stores a scale; called by one thread of its block.
 template <class E>
 __device__ __forceinline__ void put_scale(const StepEntry& e, int64_t grid_row, int64_t column, const BlockScale<float>& scale, bool nan) {
   const int64_t grid_columns = (e.columns + e.block_columns - 1) / e.block_columns;
@@ -87,7 +89,7 @@ __device__ __forceinline__ void put_scale(const StepEntry& e, int64_t grid_row, 
   }
 }
 
-// Codes of a thread's four elements of a row.
+// Stores the codes of a thread's four elements of a row.
 template <class E>
 __device__ __forceinline__ void put_codes(const StepEntry& e, int64_t line, const StepPlace& p, const Four& w, float multiplier, bool nan) {
   const auto value_of = [&](int i) { return i < 4 ? w.x[i < 4 ? i : 0] : 0.0f; };
@@ -107,7 +109,7 @@ __device__ __forceinline__ void put_codes(const StepEntry& e, int64_t line, cons
   }
 }
 
-// Codes and scale of a row in blocks of 1x32 or 1x128: those of a warp's lanes, all of which come here.
+// Stores codes and scale of a row in blocks of 1x32 or 1x128; all lanes of the warp must call it.
 __device__ __forceinline__ void write_row(const StepEntry& e, int64_t line, const StepPlace& p, const Four& w) {
   const bool wide = e.block_columns == 128;
   const int32_t eighth = lanes_max<8>(largest_of(w)), amax = wide ? lanes_max<4, 8>(eighth) : eighth;
@@ -122,7 +124,8 @@ __device__ __forceinline__ void write_row(const StepEntry& e, int64_t line, cons
   });
 }
 
-// Codes and scales of a tile of square blocks. `most`, `nan`: of this thread's elements; its new masters lie in `kept`.
+// Stores codes and scales of a tile of square blocks. `most` and `nan` are of this thread's elements, whose new masters are in
+// `kept`.
 template <Blocks B>
 __device__ __forceinline__ void write_square(const StepEntry& e, const StepPlace& p, int64_t grid_row, int32_t most, bool nan,
                                              const float4* kept) {
@@ -153,10 +156,10 @@ __device__ __forceinline__ void write_square(const StepEntry& e, const StepPlace
   });
 }
 
-// One tile. `kept`: this thread's place in shared memory, for square blocks.
+// One tile. `kept`: this thread's shared memory, for square blocks.
 template <Moments M, Blocks B, bool Vectors>
 __device__ __forceinline__ void step_tile(const StepEntry& e, const StepCoefficients& c, int64_t tile, float4* kept) {
-  constexpr int kTogether = 2;  // rows whose loads are under way together
+  constexpr int kTogether = 2;  // rows whose loads are in flight together
   constexpr int kBytes = kMomentBytes<M>;
   const int64_t across = (e.columns + kStepColumns - 1) / kStepColumns, down = (e.rows + kStepTileRows<B> - 1) / kStepTileRows<B>;
   const int64_t grid_row = tile / across, batch = grid_row / down;
@@ -245,7 +248,7 @@ __device__ __forceinline__ void step_tile(const StepEntry& e, const StepCoeffici
   }
 }
 
-// The entry whose tile a thread block takes.
+// The entry that a thread block's tile belongs to.
 __device__ __forceinline__ int entry_of(const StepLaunch& a) {
   int index = 0;
   for (int above = a.count; above - index > 1;) {

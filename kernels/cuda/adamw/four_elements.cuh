@@ -1,4 +1,4 @@
-// Four neighbouring elements of a row, what a lane of the optimizer's kernel holds: loaded, converted, stored.
+// Four adjacent elements of a row, which a lane of the optimizer's kernels holds: loading, conversion, storing.
 #pragma once
 
 #include "blockfp/scales.h"
@@ -12,13 +12,13 @@ struct Four {
   float x[4];
 };
 
-// Four elements as they lie in memory: one, two or four words of 1, 2 or 4 bytes an element.
+// Four elements as stored: one, two or four words for 1, 2 or 4 bytes per element.
 struct Raw {
   uint32_t word[4];
 };
 
-// Elements at .. at + count - 1 of an array, zeros after them. Only loads, no use of them: what is under way together is not waited for.
-// With Vectors count is 4 or 0.
+// Loads elements at .. at + count - 1 of an array, followed by zeros. It only loads and doesn't use the result, so that several
+// loads can be in flight. With Vectors, count is 4 or 0.
 template <int Bytes, bool Vectors>
 __device__ __forceinline__ Raw load_raw(const void* data, int64_t at, int count) {
   Raw out{};
@@ -101,7 +101,7 @@ __device__ __forceinline__ Four values_of_e4m3(uint32_t codes) {
   return floats_of<Fp16>(halves);
 }
 
-// The largest magnitude among four, NaN counted as 0.
+// The largest magnitude of four; NaN counts as 0.
 __device__ __forceinline__ int32_t largest_of(const Four& v) {
   int32_t most = 0;
 #pragma unroll

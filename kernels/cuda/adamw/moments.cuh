@@ -1,4 +1,4 @@
-// Adam's moments as they are kept: fp32, bf16 or FP8 with a scale for each 128, rounded stochastically, and their random bytes.
+// Storage of Adam's moments: fp32, bf16 or FP8 with a scale per 128 elements, rounded stochastically; and their random bytes.
 #pragma once
 
 #include "blockfp/adamw.h"
@@ -12,7 +12,7 @@ __device__ __forceinline__ Words<uint32_t> key_of(const StepEntry& e, uint32_t w
   return rounding_key(e.key0, e.key1, static_cast<uint32_t>(step), e.parameter, what);
 }
 
-// Two random bytes for each of four neighbouring elements, little-endian.
+// Two random bytes for each of four adjacent elements, little-endian.
 using RandomFour = Words<uint32_t>;
 
 __device__ __forceinline__ uint32_t random_of(const RandomFour& random, int i) {
@@ -23,7 +23,7 @@ __device__ __forceinline__ RandomFour random_counter(const Words<uint32_t>& key,
   return threefry2x32<uint32_t>(key.w0, key.w1, counter >> 32, static_cast<uint32_t>(counter));
 }
 
-// Those of elements index .. index + 3, for any index.
+// The random bytes of elements index .. index + 3, for any index.
 static __device__ __noinline__ RandomFour random_four(uint32_t key0, uint32_t key1, uint64_t index) {
   const Words<uint32_t> key{key0, key1};
   const RandomFour own = random_counter(key, index >> 2), next = random_counter(key, (index >> 2) + 1);
@@ -40,7 +40,7 @@ struct RandomPair {
   RandomFour first, second;  // for each moment
 };
 
-// Four elements share a counter where rows begin at multiples of four (`fours`).
+// Four elements share a counter if rows begin at multiples of four (`fours`).
 __device__ __forceinline__ RandomPair random_pair(const MomentKeys& keys, uint64_t index, bool fours) {
   if (fours) return {random_counter(keys.first, index >> 2), random_counter(keys.second, index >> 2)};
   return {random_four(keys.first.w0, keys.first.w1, index), random_four(keys.second.w0, keys.second.w1, index)};
@@ -49,7 +49,7 @@ __device__ __forceinline__ RandomPair random_pair(const MomentKeys& keys, uint64
 template <Moments M>
 constexpr int kMomentBytes = M == Moments::kFp32 ? 4 : (M == Moments::kBf16 ? 2 : 1);
 
-// A moment in fp32, from what it is kept in.
+// Converts a stored moment to fp32.
 template <Moments M, bool Second>
 __device__ __forceinline__ Four moment_of(const Raw& raw, float scale) {
   if constexpr (M == Moments::kFp32) return floats_of<Fp32>(raw);
@@ -63,8 +63,8 @@ __device__ __forceinline__ Four moment_of(const Raw& raw, float scale) {
   return out;
 }
 
-// fp8_scale for powers of two and E4M3, without its divisions: 448 is 1.75 * 2^8, so the exponent of 448 / amax follows from that of the
-// amax and from whether its mantissa is above 1.75.
+// fp8_scale for powers of two and E4M3, without its divisions: 448 is 1.75 * 2^8, so the exponent of 448 / amax follows from
+// the amax's and from whether its mantissa is above 1.75.
 __device__ __forceinline__ BlockScale<float> moment_scale(int32_t amax) {
   int32_t exponent = 127 + 127 + 8 - (amax >> 23) - ((amax & 0x7FFFFF) > 0x600000 ? 1 : 0);
   exponent = min(exponent, 254);
@@ -72,8 +72,8 @@ __device__ __forceinline__ BlockScale<float> moment_scale(int32_t amax) {
   return {max((254 - exponent) << 23, 0x400000), from_bits<float>(exponent << 23)};
 }
 
-// encode_moment in fewer steps. At 2^-120 of its size a number's fp32 pattern is E4M3's code, its own 20 bits behind the point: fp32's
-// subnormals begin where E4M3's do. Cut off rather than rounded, they keep the 17 bits that decide.
+// encode_moment in fewer steps. Scaled by 2^-120, a number's fp32 pattern is E4M3's code followed by 20 fraction bits: fp32's
+// subnormals begin where E4M3's do. The scaled pattern is truncated, not rounded, and keeps the 17 bits that decide.
 template <bool Second>
 __device__ __forceinline__ uint32_t moment_code(float x, float multiplier, uint32_t random) {
   const float y = multiply(x, multiplier);
@@ -87,7 +87,8 @@ __device__ __forceinline__ uint32_t moment_code(float x, float multiplier, uint3
   }
 }
 
-// The way back; every lane of the warp comes here with its part of the same row. FP8's scale goes to `scale`.
+// Converts a moment to its storage; every lane of the warp must call it with its part of the same row. FP8's scale is written
+// to `scale`.
 template <Moments M, bool Second>
 __device__ __forceinline__ Raw kept_moment(Four v, const RandomFour& random, float& scale) {
   if constexpr (M == Moments::kFp32) return raw_of(v);

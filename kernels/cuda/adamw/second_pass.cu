@@ -15,7 +15,7 @@ struct SecondPass {
     const int rows = B == SecondBlocks::kTensor ? 0 : (B == SecondBlocks::kRow16 ? 1 : 16);
     return e.element == E::kId && e.block_rows == rows;
   }
-  // One at least: an empty parameter has a scale, too.
+  // At least one, since an empty parameter has a scale too.
   static int64_t tiles(const StepEntry& e) {
     return std::max<int64_t>(1, e.batches * ceil_div(e.rows, kSecondTileRows) * ceil_div(e.columns, kStepColumns));
   }

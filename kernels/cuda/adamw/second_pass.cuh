@@ -1,7 +1,8 @@
-// Codes of new masters in formats whose scales depend on the largest magnitude of the whole parameter, which adamw.cuh has found: in one
-// launch for all parameters that share a kind of blocks. Tiles and lanes are those of adamw.cuh.
+// Writes codes of new masters in formats whose scales depend on the whole parameter's largest magnitude, which adamw.cuh has
+// found; one launch for all parameters with the same kind of blocks. Tiles and lanes are as in adamw.cuh.
 //
-// Of StepEntry, `first` points to that amax (int32 bits, reduced over ranks), and `second` to the tensor scale of formats of two levels.
+// In StepEntry, `first` points to that amax (int32 bits, reduced over ranks), and `second` to the tensor scale of two-level
+// formats.
 #pragma once
 
 #include "adamw.cuh"
@@ -12,10 +13,10 @@ namespace cuda {
 
 enum class SecondBlocks { kTensor, kRow16, kSquare16 };
 
-constexpr int kSecondWarps = 4, kSecondRows = 8;  // of a warp
+constexpr int kSecondWarps = 4, kSecondRows = 8;  // per warp
 constexpr int kSecondTileRows = kSecondWarps * kSecondRows;
 
-// What all elements have in common, worked out by one thread; that of the parameter's first tile stores it.
+// The scale parameters common to all elements, computed by one thread; the parameter's first tile stores the tensor scale.
 template <class E, SecondBlocks B>
 __device__ __forceinline__ TensorScale scale_of_parameter(const StepEntry& e, int64_t tile) {
   __shared__ TensorScale shared;
@@ -37,7 +38,7 @@ __device__ __forceinline__ TensorScale scale_of_parameter(const StepEntry& e, in
   return shared;
 }
 
-// Four lanes have a block's sixteen columns, or their part of it.
+// Four lanes hold the sixteen columns of a block, or a part of them.
 __device__ __forceinline__ bool any_of_four(bool nan) {
   return (__ballot_sync(0xFFFFFFFFu, nan) >> (threadIdx.x % 32 / 4 * 4) & 0xFu) != 0;
 }
@@ -60,7 +61,7 @@ __device__ __forceinline__ void second_tile(const StepEntry& e, int64_t tile) {
   p.column = tile % across * kStepColumns + lane * 4;
   p.rows = static_cast<int>(max(min(e.rows - row, int64_t{kSecondRows}), int64_t{0}));
   p.count = static_cast<int>(max(min(e.columns - p.column, int64_t{4}), int64_t{0}));
-  Four w[kSecondRows];  // zeros outside
+  Four w[kSecondRows];  // zeros outside of the parameter
 #pragma unroll
   for (int r = 0; r < kSecondRows; ++r) {
     const int count = r < p.rows ? p.count : 0;
@@ -78,7 +79,7 @@ __device__ __forceinline__ void second_tile(const StepEntry& e, int64_t tile) {
     nan = any_of_four(nan);
     if (lane % 4 == 0) amaxes[warp][lane / 4] = most, nans[warp][lane / 4] = nan;
     __syncthreads();
-    // A block is two warps high.
+    // A block spans two warps vertically.
     most = max(most, amaxes[warp ^ 1][lane / 4]);
     nan |= nans[warp ^ 1][lane / 4];
     const BlockScale<float> scale = block_scale<E, 16>(most, none, tensor);
@@ -91,7 +92,7 @@ __device__ __forceinline__ void second_tile(const StepEntry& e, int64_t tile) {
   } else {
 #pragma unroll
     for (int r = 0; r < kSecondRows; ++r) {
-      if (r >= p.rows) continue;  // a warp's lanes share their rows
+      if (r >= p.rows) continue;  // a warp's lanes have the same rows
       float multiplier = tensor.multiplier;
       bool nan = false;
       if constexpr (B == SecondBlocks::kRow16) {

@@ -1,12 +1,12 @@
-// What an optimizer step asks of its arrays, all of them in one call: a question of each from Python would cost the host more than the step.
+// Checks an optimizer step's arrays in one call; checking each from Python would cost the host more than the step.
 //
 //   addresses(out, expected, arrays..) -> index
-//       out: int64 [n], the addresses of n arrays, 0 where there is none. expected: int64 [n, 2], for each the code of its dtype (DLPack's
-//       code * 256 + bits) and its number of elements; a negative code where there must be none. All are contiguous and on the device of
-//       the first array. Returns the index of the first that is not as expected, -1 where all are.
+//       out: int64 [n], the addresses of n arrays, 0 for absent ones. expected: int64 [n, 2], each array's dtype code (DLPack's code * 256 +
+//       bits) and number of elements; a negative code if it must be absent. All are contiguous and on the first array's device. Returns
+//       the index of the first array that differs from `expected`, or -1.
 //   count_steps(out, steps..) -> index
-//       Raises float32 numbers of one element, in host memory, by one, and writes them to out, int64 [n]. Returns the index of the first
-//       that is no such number, -1 where all are; nothing is changed otherwise.
+//       Increments float32 numbers of one element in host memory, and writes them to out, int64 [n]. Returns the index of the first array
+//       that isn't such a number, or -1; nothing changes unless all are.
 #include "on_device.h"
 
 namespace blockfp {

@@ -1,4 +1,4 @@
-// Gathers the parameters of a launch until it is full, then sends it off.
+// Collects parameters until a launch is full, then launches it.
 #pragma once
 
 #include "adamw.cuh"
@@ -7,7 +7,7 @@
 namespace blockfp {
 namespace cuda {
 
-// Kernel: tiles(entry), vectors(entry) and launch(StepLaunch, tiles, stream).
+// Kernel: has tiles(entry), vectors(entry) and launch(StepLaunch, tiles, stream).
 template <class Kernel>
 class StepLaunches {
  public:
@@ -41,7 +41,7 @@ class StepLaunches {
 
  private:
   cudaStream_t stream_;
-  StepLaunch launch_;  // its entries are written before they are read
+  StepLaunch launch_;  // entries are written before they are read
   int64_t tiles_ = 0;
 };
 

@@ -1,5 +1,5 @@
-// The AdamW step on one number (or lanes of them), moments in fewer bits, and what a kernel is told of a parameter. The
-// definition is blockfp/definition/adamw.py: every operation here is one of its fp32 operations, in its order.
+// The AdamW step on a number or on lanes of numbers, moments in fewer bits, and the kernels' description of a parameter. Every
+// operation is one of the fp32 operations of blockfp/definition/adamw.py, in its order.
 #pragma once
 
 #include "dtypes.h"
@@ -8,26 +8,26 @@
 
 namespace blockfp {
 
-// What moments are kept in: fp32; bfloat16; E4M3 in blocks of 1x128 with power-of-two scales, the second moment's square root.
+// Storage of moments: fp32; bfloat16; E4M3 in blocks of 1x128 with power-of-two scales (of the second moment, its square root).
 enum class Moments : int { kFp32 = 0, kBf16 = 1, kFp8 = 2 };
 constexpr int kMomentBlock = 128;
 
-// What is rounded at random, as the key is told (adamw.rounding_key).
+// What is rounded stochastically, as folded into the key (adamw.rounding_key).
 constexpr uint32_t kRoundFirst = 3, kRoundSecond = 4;
 
-// What a step writes besides master and moments. kAmax (on a GPU): int32 at out_scales is raised to the fp32 bits of the largest magnitude
-// of the new master, for codes that a second pass writes.
+// What a step writes besides master and moments. kAmax (on a GPU): raises the int32 at out_scales to the fp32 bits of the new
+// master's largest magnitude, for codes that a second pass writes.
 enum class StepOutput : int { kNone = 0, kCopy = 1, kCodes = 2, kAmax = 3 };
 
 struct StepCoefficients {
   float decay, l2, weight1, beta2, weight2, unbias2, eps, rate, unscale, skip;
 
-  // No weight moves, whatever the gradient: masters, codes and scales stay as they are.
+  // The step changes no weight, whatever the gradient: masters, codes and scales stay unchanged.
   BLOCKFP_HD bool still() const { return rate == 0.0f && decay == 1.0f; }
 };
 
-// One parameter, or this rank's shard of it: a row of the table that `adamw` takes (blockfp/kernels/native.py packs it). Arrays are contiguous
-// [batches, rows, columns]; blocks begin with them. Pointers are null where something is absent.
+// One parameter, or this rank's shard of it: a row of the table that `adamw` takes (packed by blockfp/kernels/step_table.py).
+// Arrays are contiguous [batches, rows, columns] and begin at a block boundary. Pointers to absent arrays are null.
 struct StepEntry {
   const void* gradient;
   float* weight;
@@ -37,13 +37,13 @@ struct StepEntry {
   float* second_scales;
   void* out;                          // the weight itself: codes, or values of out_dtype
   void* out_scales;
-  const StepCoefficients* coefficients_at;  // instead of `coefficients`, where they are known on the device alone
+  const StepCoefficients* coefficients_at;  // instead of `coefficients`, if only the device knows them
   const float* step_at;               // likewise instead of `step`
   int64_t batches, rows, columns;
-  int64_t first_batch, first_row, first_column;  // where the shard begins in the unsharded array, for the random index
+  int64_t first_batch, first_row, first_column;  // the shard's offset in the unsharded array, for the random index
   int64_t total_rows, total_columns;
   int32_t gradient_dtype, moments, output, out_dtype;        // kId of dtypes.h; Moments; StepOutput
-  int32_t element, block_rows, block_columns, rule;          // of codes
+  int32_t element, block_rows, block_columns, rule;          // of the codes
   int32_t largest_bits, step;
   uint32_t parameter, key0, key1;     // key: the optimizer's
   int32_t reserved;                   // keeps rows a multiple of eight bytes
@@ -55,7 +55,7 @@ struct StepEntry {
 };
 static_assert(sizeof(StepEntry) % 8 == 0, "rows of the table are arrays of 64-bit words");
 
-// adamw.rounding_key: the words that `what` of this parameter is rounded with.
+// adamw.rounding_key: the words for rounding `what` of this parameter.
 BLOCKFP_HD Words<uint32_t> rounding_key(uint32_t key0, uint32_t key1, uint32_t step, uint32_t parameter, uint32_t what) {
   Words<uint32_t> key = threefry2x32<uint32_t>(key0, key1, 0u, step);
   key = threefry2x32<uint32_t>(key.w0, key.w1, 0u, parameter);
@@ -76,7 +76,7 @@ BLOCKFP_HD F square_root(F x) {
 #endif
 }
 
-// One step, not to be skipped: weight and moments are replaced by the new ones.
+// One step that isn't skipped: replaces weight and moments.
 template <class F>
 BLOCKFP_HD void adamw_step(F& weight, F& first, F& second, F gradient, const StepCoefficients& c) {
   gradient = multiply(gradient, splat<F>(c.unscale));
@@ -88,8 +88,8 @@ BLOCKFP_HD void adamw_step(F& weight, F& first, F& second, F gradient, const Ste
   weight = add(multiply(weight, splat<F>(c.decay)), divide(multiply(first, splat<F>(c.rate)), denominator));
 }
 
-// bfloat16 pattern of x rounded at random: floor(|x| / spacing + (2 u + 1) / 2^17) spacings, at most the largest finite value, for a u of
-// 16 bits. (Of them and the 16 that are dropped, the half of u + 1/2 never decides.)
+// bfloat16 pattern of x, rounded stochastically: floor(|x| / spacing + (2 u + 1) / 2^17) spacings, at most the largest finite
+// value, for a 16-bit u. (Only 16 bits of x are dropped, so the half in u + 1/2 never decides.)
 template <class F>
 BLOCKFP_HD Int<F> narrow_stochastic(F x, Int<F> u) {
   using I = Int<F>;
@@ -100,7 +100,8 @@ BLOCKFP_HD Int<F> narrow_stochastic(F x, Int<F> u) {
   return rounded;
 }
 
-// Code of a moment (of the second, its square root) in a block with this multiplier, for a u of 16 bits. What isn't zero never becomes zero.
+// Code of a moment (of the second, its square root) in a block with this multiplier, for a 16-bit u. Nonzero values never
+// become zero.
 template <bool Second, class F>
 BLOCKFP_HD Int<F> encode_moment(F x, F multiplier, Int<F> u) {
   Int<F> code = encode_stochastic<E4M3, F, 16>(multiply(x, multiplier), u) & 0xFF;

@@ -1,16 +1,16 @@
-// From the numbers that callers give (kId) to the types that stand for them; the only place where they are listed.
+// Maps callers' numbers (kId) to the types that they stand for; the only list of these types.
 #pragma once
 
 #include "dtypes.h"
 #include "elements.h"
 #include "packing.h"
 
-// On the host alone; always inlined for the reason that lanes.h gives.
+// Host only; always inlined, for the reason in lanes.h.
 #define BLOCKFP_HOST inline __attribute__((always_inline))
 
 namespace blockfp {
 
-// Calls body with a value of the element's struct.
+// Calls body with an instance of the element's struct.
 template <class Body>
 BLOCKFP_HOST auto with_element(int id, Body body) {
   switch (id) {
@@ -29,7 +29,7 @@ BLOCKFP_HOST auto with_element(int id, Body body) {
   }
 }
 
-// Calls body with a value of the dtype's struct.
+// Calls body with an instance of the dtype's struct.
 template <class Body>
 BLOCKFP_HOST auto with_dtype(int id, Body body) {
   switch (id) {
@@ -42,7 +42,7 @@ BLOCKFP_HOST auto with_dtype(int id, Body body) {
   }
 }
 
-// Bytes of a row of so many codes.
+// Bytes of a row of `columns` codes.
 BLOCKFP_HOST int64_t code_row_bytes(int element, int64_t columns) {
   return with_element(element, [&](auto e) { return Packing<decltype(e)::kBits>::row_bytes(columns); });
 }

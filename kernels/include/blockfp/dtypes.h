@@ -1,4 +1,4 @@
-// The high-precision dtypes: fp32 bits of their patterns, and fp32 rounded once to them.
+// The high-precision dtypes: conversion of their patterns to fp32 bits, and of fp32 to them, rounded once.
 #pragma once
 
 #include "lanes.h"
@@ -29,7 +29,7 @@ struct Bf16 {
 // Bytes of an element of the dtype with this kId.
 BLOCKFP_HD constexpr int dtype_bytes(int dtype) { return dtype == Fp32::kId ? 4 : 2; }
 
-// NaN as the one NaN of dequantized arrays.
+// Replaces every NaN by the one that dequantized arrays contain.
 template <class F>
 BLOCKFP_HD Int<F> canonical(Int<F> bits) {
   return (bits & kMagnitude) > kInfinity ? splat<Int<F>>(kNan) : bits;
@@ -61,7 +61,7 @@ BLOCKFP_HD Int<F> narrow(Int<F> bits) {
   } else if constexpr (T::kId == Bf16::kId) {
     return shift_right<F>(bits + 0x7FFF + (shift_right<F>(bits, 16) & 1), 16);
   } else {
-    // As in encode_nearest: fp32's rounding of a sum is fp16's. 65536 stands for everything that rounds to Inf.
+    // As in encode_nearest, fp32's rounding of a sum is fp16's rounding. 65536 stands for all values that round to Inf.
     I magnitude = bits & kMagnitude;
     I a = smaller<I>(magnitude, splat<I>(0x47800000));
     I field = larger<I>(a & kInfinity, splat<I>((127 - 14) << 23));

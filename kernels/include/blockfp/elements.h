@@ -1,8 +1,8 @@
-// The element formats: rounding a number to one, and the value of a code.
+// The element formats: rounding numbers to codes, and values of codes.
 //
-// A format's contract stands in its struct: bits of a code, exponent and mantissa bits, exponent bias, the magnitude code of
-// the largest finite value, its fp32 bits, and the code written for NaN. Where that code is no NaN the caller marks the
-// block's scale. INT8 is two's complement with value code / 64; its magnitude code is that of a float with one exponent bit.
+// A format's struct states its contract: bits of a code, exponent and mantissa bits, exponent bias, the magnitude code and fp32
+// bits of the largest finite value, and the code written for NaN. If that code isn't a NaN, the caller marks the block's scale.
+// INT8 is two's complement with value code / 64; its magnitude code is that of a float with one exponent bit.
 #pragma once
 
 #include "lanes.h"
@@ -23,7 +23,7 @@ struct Element {
   static constexpr int kNanCode = NanCode;
   static constexpr bool kHasNan = HasNan;
   static constexpr bool kComplement = Complement;
-  // Largest finite value as fp32 bits; INT8's exponent field may be 0 with a spacing as in the binade above.
+  // Largest finite value as fp32 bits. INT8's exponent field may be 0, with the spacing of the binade above.
   static constexpr int32_t kMaxBits = (MaxCode << (23 - MantissaBits)) + ((127 - Bias) << 23);
   // The same as a number, so that its reciprocal is a constant too; exact.
   static constexpr float kMax = static_cast<float>((1 << MantissaBits) + (MaxCode & ((1 << MantissaBits) - 1))) /
@@ -51,13 +51,13 @@ BLOCKFP_HD float element_max_reciprocal() {
 
 namespace detail {
 
-// Exponent field of the element's spacing at magnitude bits `a`: below the smallest normal it stays that of the smallest.
+// Exponent field of the element's spacing at magnitude bits `a`; subnormals have the smallest normal's.
 template <class E, class F>
 BLOCKFP_HD Int<F> spacing_field(Int<F> a) {
   return larger<Int<F>>(a & kInfinity, splat<Int<F>>((127 + E::kEmin) << 23));
 }
 
-// Sign and NaN of `bits` put on a magnitude code, of which the low byte counts.
+// Adds the sign and NaN of `bits` to a magnitude code, whose low byte counts.
 template <class E, class F>
 BLOCKFP_HD Int<F> finish_code(Int<F> magnitude, Int<F> bits) {
   using I = Int<F>;
@@ -76,9 +76,9 @@ BLOCKFP_HD Int<F> finish_code(Int<F> magnitude, Int<F> bits) {
 // Magnitude code of non-negative fp32 bits, not NaN, rounded to nearest, ties to even, saturating. THE CODE IS THE LOW BYTE,
 // here and below; the bits above it are arbitrary.
 //
-// Adding 2^23 times the spacing makes fp32's own rounding that of the element: the sum's low bits are |y| / spacing, rounded.
-// The code is that number plus (exponent field - smallest field) << mantissa bits. The smallest field's part is an even
-// number of spacings, so it goes into the addend without changing how ties fall; the sum's own exponent is above the low byte.
+// Adding 2^23 times the spacing makes fp32's rounding that of the element: the sum's low bits are |y| / spacing, rounded. The
+// code is that number plus (exponent field - smallest field) << mantissa bits. The smallest field's part is an even number of
+// spacings, so it can be part of the addend without changing how ties round; the sum's own exponent is above the low byte.
 template <class E, class F>
 BLOCKFP_HD Int<F> magnitude_nearest(Int<F> bits) {
   using I = Int<F>;
@@ -98,10 +98,11 @@ BLOCKFP_HD Int<F> encode_nearest(F y) {
   return detail::finish_code<E, F>(magnitude_nearest<E, F>(bits & kMagnitude), bits);
 }
 
-// Code of y rounded to floor(|y| / spacing + (2 u + 1) / 2^(RandomBits + 1)) spacings, saturating, for a random u of so many bits: 8, or
-// 16 of weights and moments.
+// Code of y rounded to floor(|y| / spacing + (2 u + 1) / 2^(RandomBits + 1)) spacings, saturating, for RandomBits random bits
+// u: 8, or 16 for weights and moments.
 //
-// The half step keeps exact values, so RandomBits + 1 bits of the quotient's fraction decide: the quotient is exact and truncated there.
+// The half step leaves exact values unchanged, so RandomBits + 1 bits of the quotient's fraction decide; the quotient is exact
+// and truncated there.
 template <class E, class F, int RandomBits = 8>
 BLOCKFP_HD Int<F> encode_stochastic(F y, Int<F> u) {
   using I = Int<F>;
@@ -118,7 +119,7 @@ BLOCKFP_HD Int<F> encode_stochastic(F y, Int<F> u) {
   return detail::finish_code<E, F>(smaller<I>(magnitude, splat<I>(E::kMaxCode)), bits);
 }
 
-// Value of a code (one a lane, upper bits zero). NaN may have any sign: `canonical` comes last.
+// Value of a code (one per lane, upper bits zero). NaN may have either sign; apply `canonical` last.
 template <class E, class F>
 BLOCKFP_HD F decode(Int<F> code) {
   using I = Int<F>;

@@ -1,4 +1,4 @@
-// The random Hadamard transform of one group of 16 fp32 values: signs, a butterfly in fp32, times 1/4.
+// The random Hadamard transform of a group of 16 fp32 values: sign flips, a butterfly in fp32, times 1/4.
 #pragma once
 
 #include "lanes.h"
@@ -7,9 +7,9 @@ namespace blockfp {
 
 constexpr int kHadamardGroup = 16;
 constexpr uint32_t kHadamardFlips = 0xD7E8;      // bit i: element i changes sign
-constexpr int32_t kHadamardSmallest = 27 << 23;  // 2^-100: less counts as zero, so no sum is subnormal
+constexpr int32_t kHadamardSmallest = 27 << 23;  // 2^-100: smaller magnitudes count as zero, so no sum is subnormal
 
-// F: float for one group, or vectors for as many groups as they have lanes. Not yet rounded to the input's dtype.
+// F: float for one group, or vectors with a group per lane. The result isn't yet rounded to the input's dtype.
 template <class F>
 BLOCKFP_HD void hadamard16(F (&x)[kHadamardGroup]) {
   using I = Int<F>;

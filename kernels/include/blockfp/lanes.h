@@ -1,14 +1,14 @@
-// What the block arithmetic is written on: "lanes", a float with an int32 of the same width. A lane type is `float` (CUDA,
-// scalar CPU code) or a vector of floats (GCC's vector extension), so every function below stands once for all of them.
+// The types of the block arithmetic: "lanes", a float and an int32 of the same width. A lane type is `float` (CUDA, scalar CPU
+// code) or a vector of floats (GCC's vector extension), so each function below is written once for both.
 //
 // Only int32 operations and single fp32 operations are used. Compile with -ffp-contract=off, never with -ffast-math, and run
-// with subnormals on (CPU: see cpu/float_mode.h; CUDA: no -ftz=true).
+// with subnormals enabled (CPU: see cpu/float_mode.h; CUDA: no -ftz=true).
 #pragma once
 
 #include <cstdint>
 
-// Always inlined on the host: files compiled for different instruction sets share these headers, and a copy that the linker
-// keeps from the AVX-512 file would crash a machine without AVX-512.
+// Always inlined on the host: files compiled for different instruction sets share these headers, and if the linker kept the
+// AVX-512 file's copy of a function, machines without AVX-512 would crash.
 #if defined(__CUDACC__)
 #define BLOCKFP_HD __host__ __device__ __forceinline__
 #define BLOCKFP_UNROLL _Pragma("unroll")
@@ -69,7 +69,7 @@ BLOCKFP_HD I larger(I a, I b) {
   return a > b ? a : b;
 }
 
-// Every lane the same. V: lanes of floats or of integers, as is the value's type.
+// Sets all lanes to a value. V: lanes of floats or integers, like the value's type.
 template <class V>
 BLOCKFP_HD V splat(int32_t value) {
   return V{} + value;
@@ -86,7 +86,7 @@ BLOCKFP_HD Int<F> shift_right(Int<F> x, int places) {
   return bit_cast<Int<F>>(bit_cast<UInt<F>>(x) >> places);
 }
 
-// Products and sums that no compiler may contract into a fused multiply-add.
+// Products and sums that compilers can't contract to a fused multiply-add.
 template <class F>
 BLOCKFP_HD F multiply(F a, F b) {
 #ifdef __CUDA_ARCH__
@@ -105,7 +105,7 @@ BLOCKFP_HD F add(F a, F b) {
 #endif
 }
 
-// IEEE division, rounded to nearest: `/` in CUDA depends on flags.
+// IEEE division, rounded to nearest; CUDA's `/` depends on flags.
 template <class F>
 BLOCKFP_HD F divide(F a, F b) {
 #ifdef __CUDA_ARCH__
@@ -115,7 +115,7 @@ BLOCKFP_HD F divide(F a, F b) {
 #endif
 }
 
-// Integers of magnitude below 2^24 as floats, and the integer part of a float.
+// Converts integers with magnitudes below 2^24 to float, and floats to their integer part.
 template <class F>
 BLOCKFP_HD F to_float(Int<F> x) {
   return LaneTypes<F>::to_float(x);

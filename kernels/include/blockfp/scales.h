@@ -1,5 +1,5 @@
-// From the largest magnitude of a block (fp32 bits, NaN ignored) to the scale that is stored and the number its elements are
-// multiplied with; and from a stored scale back to its value. One function for each rule.
+// Computes a block's stored scale and its elements' multiplier from the largest magnitude (fp32 bits, ignoring NaN), and the
+// value of a stored scale. One function per scale rule.
 #pragma once
 
 #include "elements.h"
@@ -19,10 +19,10 @@ enum class ScaleRule : int {
   kFourOverSix448Mse = 9,
 };
 
-// Columns of a block that is a whole row, which has fewer: WHOLE_ROW of `blockfp.formats`.
+// Number of columns of a whole-row block; the row may have fewer. WHOLE_ROW of `blockfp.formats`.
 constexpr int kWholeRow = 1 << 30;
 
-// A format, as small integers: one is added in `blockfp.formats` alone as long as its parts exist here.
+// A format as small integers. New formats from existing parts only need an entry in `blockfp.formats`.
 struct Format {
   int element;                    // kId of elements.h
   int block_rows, block_columns;  // 0, 0: one scale for the whole tensor
@@ -31,7 +31,7 @@ struct Format {
   BLOCKFP_HD bool per_tensor() const { return block_rows == 0; }
   BLOCKFP_HD bool per_row() const { return block_columns == kWholeRow; }
   BLOCKFP_HD bool square() const { return block_rows == block_columns; }
-  BLOCKFP_HD bool two_levels() const { return rule >= ScaleRule::kE4m3; }  // blocks' scales are relative to one of the tensor
+  BLOCKFP_HD bool two_levels() const { return rule >= ScaleRule::kE4m3; }  // block scales are relative to the tensor scale
   BLOCKFP_HD bool four_over_six() const { return rule >= ScaleRule::kFourOverSix; }  // elements choose their block's scale
   BLOCKFP_HD int scale_bits() const { return rule <= ScaleRule::kPow2 ? 32 : 8; }
 };
@@ -40,18 +40,18 @@ template <ScaleRule R>
 constexpr bool kFp32Scale = R == ScaleRule::kFp32 || R == ScaleRule::kPow2;
 template <ScaleRule R>
 constexpr bool kE8m0Scale = R == ScaleRule::kE8m0Ceil || R == ScaleRule::kE8m0Floor;
-// Byte that means NaN, where scales are bytes.
+// The NaN byte of scales that are bytes.
 template <ScaleRule R>
 constexpr int kNanScale = kE8m0Scale<R> ? 0xFF : 0x7F;
 
-// A block's scale: `stored` is the byte or the fp32 bits kept with the codes.
+// A block's scale: `stored` is the byte or fp32 bits stored with the codes.
 template <class F>
 struct BlockScale {
   Int<F> stored;
   F multiplier;
 };
 
-// FP8 per tensor and FP8 blocks: MAX / amax; 1 for amax 0 and Inf, `largest` (fp32 bits) where the quotient overflows.
+// FP8 per tensor and in blocks: MAX / amax; 1 for an amax of 0 or Inf, `largest` (fp32 bits) if the quotient overflows.
 template <class E, ScaleRule R, class F>
 BLOCKFP_HD BlockScale<F> fp8_scale(Int<F> amax, int32_t eps_bits, int32_t largest) {
   using I = Int<F>;
@@ -67,7 +67,7 @@ BLOCKFP_HD BlockScale<F> fp8_scale(Int<F> amax, int32_t eps_bits, int32_t larges
   return {to_bits(divide(splat<F>(1.0f), multiplier)), multiplier};
 }
 
-// MX: an E8M0 byte; the decode scale is 2^(byte - 127), and multiplying with its inverse is exact.
+// MX: an E8M0 byte; the decode scale is 2^(byte - 127), and multiplying by its inverse is exact.
 template <class E, ScaleRule R, class F>
 BLOCKFP_HD BlockScale<F> e8m0_scale(Int<F> amax) {
   using I = Int<F>;
@@ -86,11 +86,11 @@ BLOCKFP_HD BlockScale<F> e8m0_scale(Int<F> amax) {
   return {byte, from_bits<F>(inverse)};
 }
 
-// Of guarded scales: what a block's amax is mapped to, so that no rounding of the block's scale takes it beyond MAX.
+// Guarded scales map a block's amax to this, so that rounding the block's scale never takes it beyond MAX.
 template <class E>
 constexpr double kGuardedMax = E::kMax * 16.0 / 17.0;
 
-// Of two levels: what a tensor's amax is mapped to, the largest block scale that the rule makes times what a block's is mapped to.
+// Two levels: a tensor's amax is mapped to this, the rule's largest block scale times the target of a block's amax.
 template <class E>
 BLOCKFP_HD float two_level_largest(ScaleRule rule) {
   constexpr float kGuarded = static_cast<float>(448.0 * kGuardedMax<E>);
@@ -98,14 +98,14 @@ BLOCKFP_HD float two_level_largest(ScaleRule rule) {
   return (rule == ScaleRule::kFourOverSix || rule == ScaleRule::kFourOverSixMse ? 256.0f : 448.0f) * E::kMax;
 }
 
-// 1 over what a block's amax is mapped to.
+// Reciprocal of the target of a block's amax.
 template <class E>
 BLOCKFP_HD float block_factor(ScaleRule rule) {
   constexpr float kGuarded = static_cast<float>(1.0 / kGuardedMax<E>);
   return rule == ScaleRule::kE4m3Guarded ? kGuarded : element_max_reciprocal<E>();
 }
 
-// NVFP4's multiplier of the whole tensor; `tensor_scale` is its reciprocal.
+// NVFP4's tensor multiplier; `tensor_scale` is its reciprocal.
 template <class E>
 BLOCKFP_HD float tensor_multiplier(int32_t amax, ScaleRule rule) {
   if (amax == 0 || amax == kInfinity) return 1.0f;
@@ -113,7 +113,7 @@ BLOCKFP_HD float tensor_multiplier(int32_t amax, ScaleRule rule) {
   return from_bits<float>(smaller(bits, kFp32Max));
 }
 
-// NVFP4's block scale: an E4M3 byte, relative to the tensor's. Encoding uses the decoded stored scale.
+// NVFP4's block scale: an E4M3 byte, relative to the tensor scale. Encoding uses the decoded stored scale.
 template <class E, class F>
 BLOCKFP_HD BlockScale<F> e4m3_scale(Int<F> amax, float tensor_multiplier, float tensor_scale, ScaleRule rule) {
   using I = Int<F>;
@@ -124,7 +124,8 @@ BLOCKFP_HD BlockScale<F> e4m3_scale(Int<F> amax, float tensor_multiplier, float 
   return {stored, from_bits<F>(smaller<I>(inverse, splat<I>(kFp32Max)))};
 }
 
-// Delayed scaling's next scale: `target`, MAX * 2^-margin, over the amax of the steps before; the old one where that isn't above 0.
+// Delayed scaling's next scale: `target` (MAX * 2^-margin) over the previous steps' amax; the old scale if that amax isn't
+// above 0.
 template <class F>
 BLOCKFP_HD F delayed_scale(Int<F> amax, F target, F scale) {
   using I = Int<F>;
@@ -133,7 +134,7 @@ BLOCKFP_HD F delayed_scale(Int<F> amax, F target, F scale) {
   return from_bits<F>(amax > 0 ? quotient : to_bits(scale));
 }
 
-// Value of a stored scale: fp32 bits as they are, an E8M0 byte, or an E4M3 byte times the tensor's scale.
+// Value of a stored scale: fp32 bits, an E8M0 byte, or an E4M3 byte times the tensor scale.
 template <ScaleRule R, class F>
 BLOCKFP_HD F decode_scale(Int<F> stored, float tensor_scale) {
   using I = Int<F>;
@@ -147,7 +148,7 @@ BLOCKFP_HD F decode_scale(Int<F> stored, float tensor_scale) {
   }
 }
 
-// The number that elements are multiplied with under a stored scale (an E8M0 or E4M3 byte, or fp32 bits). A NaN counts as the largest scale.
+// Multiplier of elements under a stored scale (an E8M0 or E4M3 byte, or fp32 bits). NaN counts as the largest scale.
 BLOCKFP_HD float stored_multiplier(ScaleRule rule, int32_t stored, float tensor_scale) {
   if (rule == ScaleRule::kE8m0Ceil || rule == ScaleRule::kE8m0Floor) {
     return from_bits<float>(stored >= 254 ? 0x400000 : (254 - stored) << 23);

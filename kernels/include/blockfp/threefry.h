@@ -1,7 +1,7 @@
 // Threefry-2x32 with 20 rounds (Salmon et al., 2011): the random bytes of stochastic rounding.
 //
-// Element i of the unsharded array takes byte i & 7 of the two words that the counter i >> 3 gives, little-endian, first
-// word first; where it takes two bytes, half i & 3 of those that the counter i >> 2 gives.
+// Element i of the unsharded array takes byte i & 7 of the two words for counter i >> 3, little-endian, first word first.
+// Elements that take two bytes use half i & 3 of the words for counter i >> 2.
 #pragma once
 
 #include "lanes.h"
