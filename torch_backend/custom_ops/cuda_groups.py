@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from blockfp.definition import bits
-from blockfp.definition.groups import columns_for, shapes, words_for
+from blockfp.definition.groups import columns_for, words_for
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
+from blockfp.kernels import calls
+from blockfp.kernels.calls import NEITHER, OperandCast, Pair
 from blockfp.kernels.cuda_library import library
-from blockfp.kernels.format_numbers import format_numbers
 
-from .cuda import check_beside, limits
-from .cuda_layouts import align, empty_aligned
-from .quantize_plans import NEITHER, Aligned
+from .cuda import carry_out, check_beside
+from .cuda_layouts import align
+from .dtypes import name_of
 
 
 class GroupedParts(NamedTuple):
@@ -56,7 +55,7 @@ def quantize_groups(
     rotate: bool = False,
     eps: float = 0.0,
     multiplier: Tensor | None = None,
-    aligned: Aligned = NEITHER,
+    aligned: Pair = NEITHER,
 ) -> GroupedParts:
     """Quantizes groups of rows along the rows, the columns, or both; see `definition.groups`, whose bits these are.
 
@@ -83,57 +82,22 @@ def quantize_groups(
             x, words, groups, None, column, column_keyed=column_keyed, rotate=rotate, aligned=aligned, **own
         )
         return GroupedParts(first.row, second.column, first.amaxes)
-    format = row or column
-    assert format is not None
-    wanted = (row is not None and aligned[0], column is not None and aligned[1])
-    if any(wanted) and wanted[0] == (row is not None) and not (row_keyed or column_keyed or rotate) and x.numel():
-        return _aligned(x, words, groups, format, wanted[0], None if column is None else wanted[1])
-    by_row, by_column = (_empty(x, groups, one, columnwise) for one, columnwise in ((row, False), (column, True)))
-    amaxes = overflows = recorded = None
-    if multiplier is not None:
-        amaxes, recorded = multiplier.reshape(1), x.new_empty(groups, dtype=torch.int32)
-    elif format.has_tensor_scale:
-        amaxes = x.new_empty((groups, 2) if rotate else (groups,), dtype=torch.int32)
-    else:
-        overflows = x.new_empty(groups, dtype=torch.int32)
-    scale = scale_t = None
-    if format.scale.two_level:
-        scale, scale_t = (x.new_empty(groups, dtype=torch.float32) if one is None else one[2] for one in (by_row, by_column))
-    eps_bits, largest = limits(format, eps_for(format, eps), bits.dtype_name(x))
-    library().quantize_groups(
-        x.detach(), words, keys, amaxes, recorded, overflows, *(by_row or (None, None))[:2], scale,
-        *(by_column or (None, None))[:2], scale_t, groups, row_keyed, column_keyed, *format_numbers(format),
-        multiplier is None, eps_bits, largest, rotate,
-    )  # fmt: skip
-    if by_row is not None and aligned[0]:
-        by_row = list(align(by_row[0], by_row[1], format, columns=x.shape[1]))
-    if by_column is not None and aligned[1]:
-        by_column = list(align(by_column[0], by_column[1], format, columns=columns_for(x.shape[0], groups)))
-    return GroupedParts(by_row, by_column, recorded)
-
-
-def _aligned(x: Tensor, words: Tensor, groups: int, format: Format, row: bool, column: bool | None) -> GroupedParts:
-    """Quantizes straight to aligned codes, rows and columns that are wanted; `column` False: columns to those of the format."""
-    stored = _empty(x, groups, format, True) if column is False else None
-    by_row = empty_aligned(x, x.shape) if row else None
-    by_column = empty_aligned(x, (x.shape[1], columns_for(x.shape[0], groups))) if column else None
-    overflows, nothing = x.new_empty(groups, dtype=torch.int32), (None, None)
-    library().quantize_groups_aligned(
-        x.detach(), words, overflows, *(by_row or nothing), *(by_column or nothing), *(stored or nothing), groups,
-        *format_numbers(format),
-    )  # fmt: skip
-    return GroupedParts(by_row, by_column or stored, None)
-
-
-def _empty(x: Tensor, groups: int, format: Format | None, columnwise: bool) -> list[Tensor] | None:
-    if format is None:
-        return None
-    return [x.new_empty(shape, dtype=dtype) for shape, dtype in _parts_of(x.shape, groups, format, columnwise)]
-
-
-@lru_cache(maxsize=4096)
-def _parts_of(shape: torch.Size, groups: int, format: Format, columnwise: bool) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    return [(part, getattr(torch, dtype)) for part, dtype in shapes(shape, groups, format, columnwise=columnwise)]
+    given = None if multiplier is None else "multiplier"
+    cast = OperandCast(row, column, given, (row_keyed, column_keyed), rotate, eps, aligned)
+    cast = cast._replace(eps=eps_for(cast.format, eps))
+    call = calls.quantize_groups(tuple(x.shape), name_of(x.dtype), cast, groups)
+    scale = None if multiplier is None else multiplier.reshape(1)
+    found = carry_out(call, x.detach(), words, keys=keys, amax=scale)
+    directions: list[list[Tensor] | None] = []
+    lengths = (x.shape[1], columns_for(x.shape[0], groups))
+    for format, suffix, length, wanted in zip((row, column), ("", "_t"), lengths, aligned, strict=True):
+        parts = None if format is None else [found.get(f"{name}{suffix}") for name in calls.PARTS]
+        if format is not None and parts is not None and parts[0] is None:
+            parts = [found["stored_t"], found["stored_scales_t"]]
+        elif format is not None and parts is not None and wanted and call.function == "quantize_groups":
+            parts = list(align(parts[0], parts[1], format, columns=length))
+        directions.append(parts and [part for part in parts if part is not None])
+    return GroupedParts(*directions, found.get("recorded"))
 
 
 def sum_groups(x: Tensor, words: Tensor, groups: int) -> Tensor:

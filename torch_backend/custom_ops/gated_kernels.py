@@ -7,22 +7,18 @@ own operations: once, on each device, kernels and the installed PyTorch compute 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from blockfp.formats import Format
+from blockfp.kernels.calls import OperandCast
 from blockfp.kernels.cuda_library import library
-from blockfp.kernels.format_numbers import format_numbers
 
-from . import cuda, made_casts
+from . import cuda
 from .activations import activate, gradients
-from .cuda_layouts import align_plans, aligned_behind, aligned_shapes
+from .cuda_reader import Read, made_reader
 from .kernels import kernels_for
-from .made_casts import MadeRun, measures
-from .quantize_plans import NEITHER, Aligned
 
 NUMBERS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 """Activations as the library numbers them."""
@@ -31,74 +27,22 @@ _agreed: dict[Any, bool] = {}
 """True where the kernels have PyTorch's bits, by device, dtype, activation and the presence of an up."""
 
 
-def plan_of(
-    gate: Tensor,
-    up: Tensor | None,
-    activation: str,
-    layout: str,
-    row: Format | None,
-    column: Format | None,
-    knows_amax: bool,
-    multiplied: bool,
-    rotate: bool,
-    eps: float,
-    aligned: Aligned = NEITHER,
-) -> MadeRun | None:
-    """Makes the plan for gates and ups that lie as these do; None where the kernels don't take them.
+def plan_of(gate: Tensor, up: Tensor | None, activation: str, layout: str, cast: OperandCast) -> Read | None:
+    """Plans the cast of what an activation makes of gates and ups that lie as these do; None where the kernels don't take them.
 
     Args:
         gate, up: two of them, [rows, columns].
         activation, layout: see `activations`.
-        row, column, knows_amax, multiplied, rotate, eps: as for `made_casts.plan_of`, of what the activation makes.
-        aligned: which directions come aligned.
+        cast: how.
 
     Returns:
-        The plan, which takes gate and up.
+        The plan, which takes (gate, up).
     """
     # A gate alone is activated as fast as it is read for an amax: two kernels read no more than one after the other.
-    if not _takes(gate, up, layout == "pairs") or (up is None and measures(row or column, knows_amax, multiplied)):
+    if not _takes(gate, up, layout == "pairs") or (up is None and cast.measures):
         return None
-    direct = _aligned_plan(gate, up, activation, row, column, aligned, rotate) if any(aligned) else None
-    if direct is not None:
-        return direct
-    known = (knows_amax, multiplied, rotate, eps)
-    run = made_casts.plan_of(library().quantize_gated, (NUMBERS[activation],), gate, row, column, *known)
-    if run is None or not agrees(gate, activation, up is not None):
-        return None
-    return aligned_behind(run, align_plans(gate.shape, row, column, aligned)) if any(aligned) else run
-
-
-def _aligned_plan(
-    gate: Tensor,
-    up: Tensor | None,
-    activation: str,
-    row: Format | None,
-    column: Format | None,
-    aligned: Aligned,
-    rotate: bool,
-) -> MadeRun | None:
-    """`plan_of` of MX operands that come aligned from one kernel; None where it doesn't make the directions that are wanted."""
-    format, (rows, columns) = row or column, gate.shape
-    assert format is not None
-    if (row is not None and column is not None and row is not column) or not made_casts.known(format):
-        return None
-    if aligned != (row is not None, column is not None) or rotate or rows % 8 or not agrees(gate, activation, up is not None):
-        return None
-    device, run, empty = gate.device, library().quantize_gated_aligned, torch.empty
-    shapes = [(rows, columns) if aligned[0] else None, (columns, rows) if aligned[1] else None]
-    places = [one for shape in shapes for one in ((None, None) if shape is None else aligned_shapes(shape))]
-    numbers = (NUMBERS[activation], *format_numbers(format))
-
-    def quantize(inputs: Sequence[Tensor | None], amax: Tensor | None, multiplier: Tensor | None) -> list[Tensor]:
-        made = [
-            None if shape is None else empty(shape, dtype=torch.float32 if place % 2 else torch.uint8, device=device)
-            for place, shape in enumerate(places)
-        ]
-        recorded = empty(1, dtype=torch.int32, device=device)
-        run(*inputs, recorded, *made, *numbers)
-        return [part for part in made if part is not None]
-
-    return quantize
+    run = made_reader(gate, cast, "quantize_gated", NUMBERS[activation])
+    return run if run is not None and agrees(gate, activation, up is not None) else None
 
 
 def lies_aligned(gate: Tensor, up: Tensor | None) -> bool:

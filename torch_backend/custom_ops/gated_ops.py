@@ -17,13 +17,14 @@ from torch import Tensor
 
 from blockfp.formats import Format
 from blockfp.kernels import switch
+from blockfp.kernels.calls import NEITHER, OperandCast, Pair
 
 from . import gated_kernels
 from .activations import activate, gate_and_up, gradients, joined
 from .kernels import kernels_for
 from .library import define, fake, impl
 from .operand_ops import empty_directions
-from .quantize_plans import NEITHER, Aligned, kept, quantize_matrix
+from .quantize_plans import of_format, quantize_matrix
 
 quantize_op = define(
     "quantize_gated(Tensor gate, Tensor? up, str activation, str layout, str? row, str? column, Tensor? amax=None, "
@@ -31,9 +32,7 @@ quantize_op = define(
 )
 gradient_op = define("gated_gradient(Tensor gradient, Tensor gate, Tensor? up, str activation, str layout) -> Tensor[]")
 
-# A dictionary: compiled code calls no cache of functools.
-_plans: dict[Any, Any] = {}
-switch.when_turned(_plans.clear)
+_plans: dict[Any, Any] = switch.plans()
 
 
 def quantize_gated(
@@ -47,7 +46,7 @@ def quantize_gated(
     multiplier: Tensor | None,
     rotate: bool,
     eps: float,
-    aligned: Aligned = NEITHER,
+    aligned: Pair = NEITHER,
 ) -> list[Tensor]:
     """Does what the op `quantize_gated` does, outside of a graph.
 
@@ -64,10 +63,11 @@ def quantize_gated(
     key = (*key, amax is None, multiplier is None, rotate, eps, aligned)
     run = _plans.get(key, key)
     if run is key:
-        known = (amax is not None, multiplier is not None)
-        run = gated_kernels.plan_of(gate, up, activation, layout, row, column, *known, rotate, eps, aligned)
+        given = "multiplier" if multiplier is not None else None if amax is None else "amax"
+        cast = of_format(OperandCast(row, column, given, rotate=rotate, eps=eps, aligned=aligned))
+        run = gated_kernels.plan_of(gate, up, activation, layout, cast)
         if not (gate.is_cuda and torch.cuda.is_current_stream_capturing()):
-            kept(_plans, key, run)
+            switch.kept(_plans, key, run)
     if run is not None and gated_kernels.lies_aligned(gate, None if layout == "pairs" else up):
         return run((gate.detach(), None if up is None else up.detach()), amax, multiplier)
     made, format = activate(gate, up, activation), row or column

@@ -15,12 +15,14 @@ from torch import Tensor
 
 from blockfp.formats import Format
 from blockfp.kernels import switch
+from blockfp.kernels.calls import OperandCast
 from blockfp.kernels.cuda_library import library
 
 from ..torch_internals import fused_rms_norm, rms_norm_backward
-from . import cuda, made_casts
+from . import cuda
+from .cuda_reader import Read as MadeRun
+from .cuda_reader import made_reader
 from .kernels import kernels_for
-from .made_casts import MadeRun
 from .quantize_plans import kept
 
 _agreed: dict[Any, bool] = {}
@@ -72,15 +74,15 @@ def plan_of(
         x: one of them, [rows, columns].
         weight: the norm's, [columns], or None.
         norm_eps: the norm's eps.
-        row, column, multiplied, rotate, eps: as for `made_casts.plan_of`, of what the norm makes.
+        row, column, multiplied, rotate, eps: as for `OperandCast`, of what the norm makes.
 
     Returns:
         The plan, which takes x, weight, and float32 [rows] to be filled with one over the root mean square of each row.
     """
     if not _takes(x, weight):
         return None
-    known = (False, multiplied, rotate, eps)
-    run = made_casts.plan_of(library().quantize_normed, (norm_eps,), x, row, column, *known)
+    cast = OperandCast(row, column, "multiplier" if multiplied else None, rotate=rotate, eps=eps)
+    run = made_reader(x, cast, "quantize_normed", norm_eps)
     return run if run is not None and agrees(x, weight is not None, norm_eps) else None
 
 

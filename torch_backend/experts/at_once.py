@@ -13,7 +13,7 @@ from torch import Tensor
 from blockfp.definition import groups
 from blockfp.definition.recoding import keeps_codes
 from blockfp.formats import Format
-from blockfp.kernels.format_numbers import cuda_rotates
+from blockfp.kernels.calls import cuda_rotates
 from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
 
 from ..custom_ops import cuda, cuda_groups

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..custom_ops import linear_ops
-from ..custom_ops.made_casts import MadeRun
+from ..custom_ops.cuda_reader import Read as MadeRun
 from ..torch_internals import apply_of, rms_norm_backward
 from .call import Call
 from .delayed import record

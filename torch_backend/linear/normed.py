@@ -10,8 +10,8 @@ from torch import Tensor
 from blockfp.recipes import HIGH_PRECISION, Recipe
 
 from ..custom_ops import norm_kernels
+from ..custom_ops.cuda_reader import Read as MadeRun
 from ..custom_ops.library import runs_now
-from ..custom_ops.made_casts import MadeRun
 from ..custom_ops.quantize_plans import kept
 from ..torch_internals import functorch_is_active, unsafe_view, unwrap_if_dead
 from .call import Call
