@@ -148,16 +148,7 @@ def cuda_rotates(format: Format) -> bool:
 
 
 def largest_multiplier(format: Format, eps: float, nominal: str) -> int:
-    """fp32 bits of the value that replaces an infinite multiplier.
-
-    Args:
-        format: the format.
-        eps: as for `numerics.quantize`.
-        nominal: name of the dtype whose largest finite value counts.
-
-    Raises:
-        ValueError: what `checks.check_limits` refuses.
-    """
+    """fp32 bits that replace an infinite multiplier; raises what `checks.check_limits` does. `nominal` names a dtype."""
     checks.check_limits(format, eps, nominal)
     return bits.LARGEST_FINITE[nominal] if format.scale.dtype == "float32" else bits.FP32_MAX
 
@@ -215,16 +206,10 @@ def quantize(
     whole: tuple[int, int] | None = None,
     first: float = 0,
 ) -> Call:
-    """Describes the cast of an operand, in one format, along one axis or both.
+    """Describes the cast of an operand [.., rows, columns] of a dtype, in one format, along one axis or both.
 
-    Args:
-        shape: of the operand, [.., rows, columns].
-        dtype: its name; of its largest number.
-        cast: how.
-        function: "quantize", or that of what a kernel makes, "quantize_gated" or "quantize_normed".
-        mark: whether scales of an operand that holds an Inf become NaN.
-        origin, whole: as `origin` and `shape` of `numerics.quantize`.
-        first: the number of what a kernel makes: the activation's, or the norm's eps.
+    With `mark` scales of an operand that holds an Inf become NaN. `function` is "quantize" or that of what a kernel makes,
+    whose own number is `first`. `origin` and `whole` are `origin` and `shape` of `numerics.quantize`.
     """
     format, turned, made = cast.format, (*shape[:-2], shape[-1], shape[-2]), {}
     numbers: dict[str, Any] = {"activation": first, "norm_eps": first}

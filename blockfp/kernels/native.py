@@ -91,13 +91,7 @@ def set_threads(threads: int) -> int:
 
 
 def amax(x: Array, format: Format | str, *, origin: Origin = (0, 0)) -> Amax:
-    """The largest magnitude of each block of x; see `numerics.amax`.
-
-    Args:
-        x: NumPy array or CPU torch tensor; float32, float16 or bfloat16, [..., rows, columns], of any strides.
-        format: the format whose blocks to use.
-        origin: (row, column) of x's first element in the unsharded matrix.
-    """
+    """The largest magnitude of each block of x, a NumPy array or CPU tensor of any strides; see `numerics.amax`."""
     format, arrays = Format.parse(format), _arrays_of(x)
     call = calls.amax(tuple(x.shape), format, tuple(origin), "cpu.amax", _input_dtype(x))
     return Amax(**_carry_out(call, arrays, arrays.lend(x)))
@@ -123,12 +117,7 @@ def quantize(
     shape: tuple[int, int] | None = None,
     amax: Amax | None = None,
 ) -> Quantized:
-    """Quantizes x in blocks of its last two axes; see `numerics.quantize`, whose arguments, bits and errors these are.
-
-    Args:
-        x: NumPy array or CPU torch tensor; float32, float16 or bfloat16, [..., rows, columns], of any strides. The
-            results are of the same library.
-    """
+    """Quantizes a NumPy array or CPU tensor of any strides; see `numerics.quantize`."""
     format, arrays = Format.parse(format), _arrays_of(x)
     dtype = _input_dtype(x)
     call = calls.cpu_quantize(tuple(x.shape), dtype, format, eps, nominal, tuple(origin), shape and tuple(shape))
@@ -159,11 +148,7 @@ def requantize(
     shape: tuple[int, int] | None = None,
     amax: Amax | None = None,
 ) -> Quantized:
-    """Quantizes x with scales that go on from those it had; see `numerics.requantize`, whose arguments and bits these are.
-
-    Args:
-        x: NumPy array or CPU torch tensor; float32, [..., rows, columns], of any strides.
-    """
+    """Quantizes a float32 array of any strides with scales that go on from those it had; see `numerics.requantize`."""
     format, arrays = Format.parse(format), _arrays_of(x)
     if (dtype := _input_dtype(x)) != "float32":
         raise TypeError(f"the kernels requantize float32, got {dtype}")
@@ -185,11 +170,7 @@ def dequantize(
     columns: int,
     origin: Origin = (0, 0),
 ) -> Array:
-    """The values of codes and scales; see `numerics.dequantize`, whose arguments, bits and errors these are.
-
-    Args:
-        codes, scales, tensor_scale: NumPy arrays or CPU torch tensors. The result is of the same library.
-    """
+    """The values of codes and scales, in the same array library; see `numerics.dequantize`."""
     format = Format.parse(format)
     checks.check_output_dtype(dtype)
     shape = (*codes.shape[:-1], columns)
@@ -204,11 +185,7 @@ def dequantize(
 
 
 def rotate(x: Array) -> Array:
-    """The random Hadamard transform along x's last axis; see `rotation.rotate`.
-
-    Args:
-        x: NumPy array or CPU torch tensor; float32, float16 or bfloat16, [..., rows, columns], of any strides.
-    """
+    """The random Hadamard transform along the last axis of an array of any strides; see `rotation.rotate`."""
     library, arrays = _cpu.get(), _arrays_of(x)
     dtype = _input_dtype(x)
     out = arrays.empty(x.shape, dtype)
@@ -217,14 +194,10 @@ def rotate(x: Array) -> Array:
 
 
 def adamw(table: np.ndarray, on: Any = None) -> None:
-    """Takes AdamW steps in place: masters and moments, and the weights where they are copies or codes; see `adamw.update`.
+    """Takes AdamW steps in place, of a table of `step_table.pack`; see `adamw.update`. `on` is for GPUs (`cuda.adamw`).
 
-    Moments in fewer bits are rounded with `adamw.rounding_key`, codes to nearest.
-
-    Args:
-        table: of `step_table.pack`. The arrays at its addresses are as its rows say (`step_table.Row.arrays`), contiguous, and
-            alive: nothing of that can be checked here.
-        on: not used; a GPU's kernels need it (`cuda.adamw`).
+    The arrays at the table's addresses must be alive and contiguous, which can't be checked here. Moments in fewer bits are
+    rounded with `adamw.rounding_key`, codes to nearest.
     """
     _cpu.get().adamw(table)
 
@@ -278,11 +251,7 @@ class _Writable:
 
 
 class _Torch:
-    """Lends CPU tensors to the library, and makes new ones.
-
-    torch is known here, and imported only where a tensor comes in: asking an array namespace for memory takes more than twice
-    as long, and DLPack has no word for tensors that need a gradient or have no memory of their own.
-    """
+    """Lends CPU tensors to the library, and makes new ones. torch is imported where the first tensor comes in."""
 
     def __init__(self):
         import torch
@@ -320,11 +289,7 @@ _torch: _Torch | None = None
 
 
 def _arrays_of(x: Array) -> _NumPy | _Torch:
-    """The adapter of x's library: `_NumPy` or `_Torch`.
-
-    Raises:
-        TypeError: x is neither a NumPy array nor a CPU torch tensor.
-    """
+    """The adapter of x's library; raises TypeError where x is neither a NumPy array nor a CPU torch tensor."""
     global _torch
     if isinstance(x, np.ndarray | np.generic):
         return _numpy

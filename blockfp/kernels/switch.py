@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 WHY_NOT = "kernels.switch.definition_only() is in force"
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Result = TypeVar("_Result")
 
 _entered = 0
 _turning = threading.Lock()
@@ -61,14 +61,14 @@ MOST = 4096
 """Plans that a table keeps. One more drops all: lengths that never come again must not fill the memory."""
 
 
-def memo(function: _Function) -> _Function:
+def memo(function: Callable[..., _Result]) -> Callable[..., _Result]:
     """Keeps what a function returns, by its arguments, until the switch turns: plans, and answers that depend on the kernels.
 
     Code that is compiled calls no cache of functools, and code that has a key of its own at hand takes `plans`.
     """
     kept = lru_cache(maxsize=MOST)(function)
     when_turned(kept.cache_clear)
-    return kept  # pyright: ignore[reportReturnType]
+    return kept
 
 
 def plans() -> dict[Any, Any]:

@@ -97,7 +97,8 @@ class CudaLibrary(Backend):
     def quantize_columnwise(self, x, key, amax, *, format: Format, eps: float = 0.0, rotate: bool = False) -> Quantized:
         if rotate and not cuda_rotates(format):
             return self.quantize(rotated(x.mT), key, amax, format=format, eps=eps)
-        return _quantize(x, OperandCast(None, format, rotate=rotate, eps=eps), key, amax)[1]  # pyright: ignore[reportReturnType]
+        cast = OperandCast(None, format, rotate=rotate, eps=eps)
+        return _quantize(x, cast, key, amax)[1]  # pyright: ignore[reportReturnType]
 
     def quantize_both(
         self, x, key, amax, *, format: Format, eps: float = 0.0, rotate: bool = False
@@ -106,7 +107,8 @@ class CudaLibrary(Backend):
             row_key, column_key = keys_of_both(key)
             row = self.quantize(x, row_key, amax, format=format, eps=eps)
             return row, self.quantize(rotated(x.mT), column_key, amax, format=format, eps=eps)
-        return _quantize(x, OperandCast(format, format, rotate=rotate, eps=eps), key, amax)  # pyright: ignore[reportReturnType]
+        cast = OperandCast(format, format, rotate=rotate, eps=eps)
+        return _quantize(x, cast, key, amax)  # pyright: ignore[reportReturnType]
 
     def dequantize(
         self, codes, scales, tensor_scale, *, format: Format, dtype: str, columns: int, origin: tuple[int, int] = (0, 0)
@@ -145,12 +147,9 @@ def product(
     ordered: bool = False,
     bands: bool = False,
 ) -> jax.Array:
-    """Multiplies a @ b^T + bias, of FP8 with a scale per tensor, per row or in blocks of 1x128 and 128x128.
+    """Multiplies a @ b^T + bias by the kernel that `kernels.products` says; the bias [n] is added to the sums in fp32.
 
-    `kernels.products` says which kernel it is. The bias [n], if there is one, is added to the sums in fp32.
-
-    `ordered` says that scales of 1x128 lie [blocks, rows filled up to fours], as `align` writes them;
-    `bands` is that of `kernels.products.plan`.
+    `ordered` says that scales of 1x128 are as `align` writes them; `bands` is that of `kernels.products.plan`.
     """
     (m, k), n = a.codes.shape, b.codes.shape[0]
     if 0 in (m, n, k):
@@ -169,16 +168,12 @@ def product(
 
 def _multiply(shape, dtype, chosen: Plan, *operands: jax.Array, **given: jax.Array | None) -> jax.Array:
     made = {"out": (shape, jnp.dtype(dtype).name), "workspace": ((chosen.workspace,), "uint8")}
-    call = calls.describe("product", made, **dict(zip(calls.SIGNATURES["product"][1], chosen.numbers, strict=True)))
+    call = calls.describe("product", made, None, **dict(zip(calls.SIGNATURES["product"][1], chosen.numbers, strict=True)))
     return _carry_out(call, *operands, name="product" if chosen.own else "product_by_cublas", **given)["out"]
 
 
 def align(x: Quantized, format: Format, columns: int, *, turned: bool = False) -> Quantized:
-    """The codes and scales of MX matrices, shifted to one scale for 128 elements (`definition.alignment`).
-
-    Codes are [.., rows, columns filled up to a multiple of 16 with zeros], scales as `product` takes them `ordered`; those
-    of the transposed matrices if `turned`, of blocks of 32x32.
-    """
+    """Shifts MX codes to one scale for 128 elements (`calls.aligned_parts`); `turned`: those of the transposed matrices."""
     found = _carry_out(calls.align((*x.codes.shape[:-1], columns), format, turned), x.codes, x.scales)
     return Quantized(found["out"], found["out_scales"], None)
 
@@ -208,22 +203,10 @@ def quantize_groups(
     keyed: tuple[bool, bool] = (False, False),
     rotate: bool = False,
 ) -> tuple[Quantized | None, Quantized | None]:
-    """Quantizes groups of rows along the rows and the columns; groups that hold an Inf get NaN scales.
+    """Quantizes `count` groups of rows along the rows and the columns; groups that hold an Inf get NaN scales.
 
-    Args:
-        x: [tokens, features].
-        words: of `group_rows`.
-        keys: uint32 [groups, 2, 2] of stochastic rounding, those of the columns second; or None.
-        multiplier: of delayed scaling, float32 (), or None.
-        format: with one scale for each group, or in blocks of one row.
-        count: of the groups.
-        eps: see `numerics.quantize`.
-        rows, columns: which directions to make.
-        keyed: which of both round stochastically.
-        rotate: the random Hadamard transform of the columns.
-
-    Returns:
-        The parts of both directions as `blockfp.definition.groups` says; None for one that isn't asked for.
+    `words` are of `group_rows`, keys uint32 [groups, 2, 2], a multiplier float32 (). The parts are those of
+    `definition.groups`.
     """
     given = None if multiplier is None else "multiplier"
     cast = OperandCast(format if rows else None, format if columns else None, given, keyed, rotate, eps)
@@ -246,22 +229,11 @@ def multiply_groups(
     ordered: bool = False,
     bands: bool = False,
 ) -> jax.Array:
-    """Multiplies FP8 codes, or bfloat16, of groups of rows or columns by the library's own kernel; it finds them on the device.
+    """Multiplies (codes, scales) of groups, or bfloat16 where `formats` is None, by the library's own kernel.
 
-    Args:
-        a, b: (codes, scales): [tokens, k], as `quantize_groups` gives them, and [groups, n, k] as they are stored, or with one
-            scale float32 [groups] or [1]. `along_k`: [m, columns] and [n, columns] as `quantize_groups` gives them.
-        formats: of both; None for values in bfloat16, with one scale.
-        ends: int32 [groups], the ends of groups among the rows, whether these are contracted or not.
-        dtype: of the result.
-        bias: [groups, n], added to the sums in fp32; or None. Of groups of rows only.
-        capability: of the device.
-        along_k: contracts each group's rows.
-        fast: whether sums of products with one scale may keep fewer bits.
-        ordered, bands: as for `product`, of b.
-
-    Returns:
-        [tokens, n], of which rows past the last end mean nothing; or [groups, m, n], zeros for groups without rows.
+    a is [tokens, k], b [groups, n, k], the result [tokens, n], of which rows past the last end mean nothing. `along_k`
+    contracts each group's rows: [m, columns] and [n, columns] give [groups, m, n]. bias is [groups, n]; `ordered` and `bands`
+    are as for `product`.
     """
     (m, k), (*_, n, _), groups = a[0].shape, b[0].shape, ends.shape[0]
     shape = (groups, m, n) if along_k else (m, n)

@@ -26,13 +26,7 @@ from .dtypes import name_of
 
 
 class Both(NamedTuple):
-    """One array quantized along both axes from one read.
-
-    Attributes:
-        row: the rowwise result.
-        column: of the array transposed.
-        amax: fp32 bits of the largest magnitude, int32 [1] (and that of the rotated values, [2]), where the scales needed it.
-    """
+    """One array quantized along both axes; and fp32 bits of its amax, int32 [1], where the scales needed it."""
 
     row: Quantized
     column: Quantized
@@ -48,10 +42,7 @@ def check_input_on_device(x: Array) -> None:
 
 
 def check_beside(x: torch.Tensor, name: str, **others: torch.Tensor | None) -> None:
-    """Raises ValueError where another argument lies on another device than x, which the message calls `name`.
-
-    The kernels run on x's device, and one GPU reads the memory of another wrongly or slowly.
-    """
+    """Raises ValueError where another argument is not on x's device: a GPU reads another's memory wrongly or slowly."""
     device = x.device
     for other, tensor in others.items():
         if tensor is not None and tensor.device != device:
@@ -112,11 +103,7 @@ def quantize(
     amax: Amax | None = None,
     out: Quantized | None = None,
 ) -> Quantized:
-    """Quantizes a torch CUDA tensor; see `numerics.quantize`, whose arguments, bits and errors these are.
-
-    Args:
-        out: contiguous parts of the right shapes on x's device to write to, instead of new ones.
-    """
+    """Quantizes a torch CUDA tensor; see `numerics.quantize`. `out`: contiguous parts on x's device to write to."""
     check_input_on_device(x)
     if amax is not None:
         check_beside(x, "x", **{f"amax.{field}": part for field, part in amax._asdict().items()})
@@ -162,14 +149,9 @@ def quantize_both(
     rows: bool = True,
     columns: bool = True,
 ) -> Both:
-    """`quantize` of x and of x transposed, from one read of x.
+    """`quantize` of x and of x transposed, or one of them, from one read of x, whose columns must be adjacent.
 
-    Args:
-        x: torch CUDA tensor with adjacent columns.
-        key: two words for both directions, or an int32 tensor [4] whose second pair is for the transposed one.
-        rotate: the random Hadamard transform before the transposed direction (NVFP4 in blocks of 1x16).
-        rows, columns: False leaves out a direction, whose codes and scales are then None.
-        format, eps, nominal, origin, shape: as for `quantize`.
+    A key of four words has two for each direction. `rotate` is for NVFP4 in blocks of 1x16.
     """
     check_input_on_device(x)
     format = Format.parse(format)
@@ -197,9 +179,8 @@ def _quantize(
             raise ValueError(f"origin {origin} or the strides of x can't be quantized along both axes in one read")
         given = given or amax(x, format, origin=origin)
         return Both(_encode(x, format, given, key, out, eps=cast.eps, nominal=nominal, **place), _NOTHING)
-    tensor_amax = None
-    if given is not None and format.has_tensor_scale:
-        tensor_amax = (given.blocks if format.per_tensor else given.tensor).reshape(1)
+    whole_amax = given and (given.blocks if format.per_tensor else given.tensor)
+    tensor_amax = None if whole_amax is None else whole_amax.reshape(1)
     call = calls.quantize(tuple(x.shape), nominal or name_of(x.dtype), cast, mark=False, **place)
     found = carry_out(call, stack_of(x), amax=tensor_amax, key=key, **out._asdict())
     return Both(_parts(found), _parts(found, PARTS_T), found["amax"])
@@ -313,21 +294,12 @@ def dequantize(
 
 def transpose(codes: Array, scales: Array, format: Format | str, *, columns: int) -> tuple[Array, Array]:
     """Codes and scales of the transposed matrix; see `numerics.transpose`."""
-    format = Format.parse(format)
-    out, turned = turned_parts((codes, scales), format, columns)
-    return out, scales.mT if turned is scales else turned
-
-
-def turned_parts(parts: Sequence[Array], format: Format, columns: int) -> tuple[Array, Array]:
-    """As `transpose`, of [codes, scales, ..]; one scale for the whole tensor comes back itself."""
-    codes, scales = parts[0], parts[1]
-    if scales.device != codes.device:
-        check_beside(codes, "codes", scales=scales)
-    return _turner(codes.shape, codes.dtype, codes.device, scales.shape, scales.dtype, format, columns)(parts)
+    codes, turned = turner((codes, scales), Format.parse(format), columns)((codes, scales))
+    return codes, scales.mT if turned is scales else turned
 
 
 def turner(parts: Sequence[Array], format: Format, columns: int) -> Callable[[Sequence[Array]], tuple[Array, Array]]:
-    """Plans `turned_parts` of parts that lie as these do."""
+    """Plans `transpose` of [codes, scales, ..] that lie as these do; one scale for the whole tensor comes back itself."""
     codes, scales = parts[0], parts[1]
     check_beside(codes, "codes", scales=scales)
     return _turner(codes.shape, codes.dtype, codes.device, scales.shape, scales.dtype, format, columns)
@@ -359,18 +331,10 @@ def _turner(codes, dtype, device, grid, scale_dtype, format, columns) -> Callabl
 def gradient_keys(
     key: Array, step: Array | None, rank: int, groups: int, *, advance: bool = False, single: bool = False
 ) -> Array:
-    """`fold_in` of a key and, one after another, the step, the rank, 0 or 1 for the direction, and the group.
+    """Folds the step, the rank (unless negative), each direction and each of `groups` (unless negative) into a key.
 
-    Args:
-        key: int32 or int64 [2] on a CUDA device.
-        step: int64 of one element beside it, or None.
-        rank: negative where none is folded in.
-        groups: how many; negative for a layer without groups.
-        advance: raises the step by one afterwards, in the same launch.
-        single: leaves out the axis of groups, of a layer without.
-
-    Returns:
-        int32 [groups or 1, 2, 2]; [2, 2] of a single one.
+    The key is int32 or int64 [2], the result int32 [groups or 1, 2, 2]; [2, 2] of a `single` one. `advance` raises the step
+    afterwards, in the same launch.
     """
     if step is not None and step.device != key.device:
         check_beside(key, "key", step=step)

@@ -28,15 +28,7 @@ class GroupedParts(NamedTuple):
 
 
 def group_rows(ends: Tensor, tokens: int) -> Tensor:
-    """Finds where groups lie.
-
-    Args:
-        ends: int32 [groups] on a CUDA device.
-        tokens: rows of x.
-
-    Returns:
-        int32, as the CUDA library lays it out: the ends, their counterparts along the columns, a table of tiles.
-    """
+    """Finds where groups lie: int32 words for the other functions, of ends, int32 [groups], and the number of rows of x."""
     words = ends.new_empty(words_for(tokens, ends.shape[0]))
     library().group_rows(ends.contiguous(), words, tokens)
     return words
@@ -57,21 +49,10 @@ def quantize_groups(
     multiplier: Tensor | None = None,
     aligned: Pair = NEITHER,
 ) -> GroupedParts:
-    """Quantizes groups of rows along the rows, the columns, or both; see `definition.groups`, whose bits these are.
+    """Quantizes groups of rows of x [tokens, features] along one axis or both; see `definition.groups`.
 
-    Scales of a group that holds an Inf are NaN, so that its products are.
-
-    Args:
-        x: [tokens, features] on a CUDA device.
-        words: of `group_rows`.
-        groups: how many.
-        row, column: formats; from one read of x if they are the same.
-        keys: int32 [groups, 2, 2], of stochastic rounding.
-        row_keyed, column_keyed: the directions that round so.
-        rotate: the random Hadamard transform before the columnwise direction.
-        eps: as for `numerics.quantize`, of formats where it has a meaning.
-        multiplier: float32 of one element, instead of amaxes: delayed scaling.
-        aligned: which directions of MX come aligned (`cuda_layouts.align`), as the products of groups take them.
+    Scales of a group that holds an Inf are NaN. `words` are of `group_rows`, keys int32 [groups, 2, 2]; a multiplier, float32
+    of one element, stands for the amaxes.
     """
     check_beside(x, "x", words=words, keys=keys, multiplier=multiplier)
     x = (x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()).resolve_neg()
@@ -88,16 +69,17 @@ def quantize_groups(
     call = calls.quantize_groups(tuple(x.shape), name_of(x.dtype), cast, groups)
     scale = None if multiplier is None else multiplier.reshape(1)
     found = carry_out(call, x.detach(), words, keys=keys, amax=scale)
-    directions: list[list[Tensor] | None] = []
-    lengths = (x.shape[1], columns_for(x.shape[0], groups))
-    for format, suffix, length, wanted in zip((row, column), ("", "_t"), lengths, aligned, strict=True):
-        parts = None if format is None else [found.get(f"{name}{suffix}") for name in calls.PARTS]
-        if format is not None and parts is not None and parts[0] is None:
-            parts = [found["stored_t"], found["stored_scales_t"]]
-        elif format is not None and parts is not None and wanted and call.function == "quantize_groups":
-            parts = list(align(parts[0], parts[1], format, columns=length))
-        directions.append(parts and [part for part in parts if part is not None])
-    return GroupedParts(*directions, found.get("recorded"))
+
+    def direction(format: Format | None, suffix: str, length: int, wanted: bool) -> list[Tensor] | None:
+        if format is None:
+            return None
+        parts = [found[name] for name in (f"{each}{suffix}" for each in calls.PARTS) if found.get(name) is not None]
+        if wanted and call.function == "quantize_groups":
+            return list(align(parts[0], parts[1], format, columns=length))
+        return parts or [found["stored_t"], found["stored_scales_t"]]
+
+    by_row = direction(row, "", x.shape[1], aligned[0])
+    return GroupedParts(by_row, direction(column, "_t", columns_for(x.shape[0], groups), aligned[1]), found.get("recorded"))
 
 
 def sum_groups(x: Tensor, words: Tensor, groups: int) -> Tensor:
@@ -109,13 +91,6 @@ def sum_groups(x: Tensor, words: Tensor, groups: int) -> Tensor:
 
 
 def clear_groups(words: Tensor, groups: int, rows: Tensor | None = None, matrices: Tensor | None = None) -> None:
-    """Writes zeros where no group has anything.
-
-    Args:
-        words: of `group_rows`.
-        groups: how many.
-        rows: [tokens, ..], whose rows past the last end become zero.
-        matrices: [groups, ..], of which those of groups without rows do.
-    """
+    """Writes zeros to the rows [tokens, ..] past the last end, and to the matrices [groups, ..] of empty groups."""
     check_beside(words, "words", rows=rows, matrices=matrices)
     library().clear_groups(words, rows, matrices, groups)

@@ -26,18 +26,10 @@ def empty_aligned(x: Array, shape: Sequence[int]) -> list[Array]:
 
 
 def align(codes: Array, scales: Array, format: Format | str, *, columns: int, transposed: bool = False) -> tuple[Array, Array]:
-    """The codes and scales of MX matrices, shifted to one scale for 128 elements, as the library's product takes them.
+    """Shifts MX codes [.., rows, bytes] to one scale for 128 elements, as the library's product takes them
+    (`calls.aligned_parts`).
 
-    Args:
-        codes: uint8 [.., rows, bytes].
-        scales: uint8 E8M0.
-        format: MXFP8, MXFP6 or MXFP4.
-        columns: of a matrix.
-        transposed: whether the transposed matrices are wanted; in blocks of 32x32.
-
-    Returns:
-        Codes uint8 with zeros at the end of rows, and scales float32 (`calls.aligned_parts`), rows and columns exchanged if
-        transposed; the values are those of `alignment.align`.
+    The values are those of `alignment.align`; `transposed` gives those of the transposed matrices, of blocks of 32x32.
     """
     if scales.device != codes.device:
         check_beside(codes, "codes", scales=scales)
@@ -99,12 +91,9 @@ def transpose_words(x: Array) -> Array:
 
 
 def interleave_scales(scales: Array, *, rows: int | None = None, repeat: int = 1) -> Array:
-    """One-byte scales padded and in tensor-core order; see `layout.interleave_scales`.
+    """One-byte scales [.., m, n] padded and in tensor-core order; see `layout.interleave_scales`.
 
-    Args:
-        scales: uint8 [..., m, n].
-        rows: rows of the operand; m by default.
-        repeat: rows of the operand that share a row of scales (16 for 16x16 blocks).
+    The operand has `rows` rows, m by default; `repeat` of them share a row of scales (16 for 16x16 blocks).
     """
     m, n = scales.shape[-2:]
     lines = m if rows is None else rows

@@ -34,9 +34,9 @@ _MADE = {("e4m3", None), ("e4m3", 128), ("e4m3", 32), ("e3m2", 32), ("e2m1", 32)
 
 
 def reader(x: Tensor, cast: OperandCast, *, one_scale: bool = False, function: str = "quantize", first: float = 0) -> Read:
-    """Plans to quantize matrices that lie as x does, or what a kernel makes of inputs as large; both directions are rounded alike.
+    """Plans to quantize matrices that lie as x does, or what a kernel makes of inputs as large.
 
-    With `one_scale` a scale of the whole tensor is one tensor for both directions: nobody may write to it.
+    Both directions are rounded alike. With `one_scale` they share the scale of the whole tensor: nobody may write to it.
     """
     check_input_on_device(x)
     cast = cast._replace(eps=eps_for(cast.format, cast.eps))

@@ -32,10 +32,7 @@ def dequantize_parts(
     *,
     factored: bool = False,
 ) -> Tensor:
-    """Does what the op `dequantize` does, outside of a graph, for codes, scales and maybe tensor scale.
-
-    `factored` takes 1 for the scale of the whole tensor, of formats that have one beside those of blocks.
-    """
+    """Carries out the op `dequantize`; `factored` takes 1 for the scale of the whole tensor beside those of blocks."""
     codes, scales = parts[0], parts[1]
     tensor_scale = parts[2] if len(parts) > 2 else None
     key = (codes.shape, codes.dtype, codes.device, scales.shape, scales.dtype, scales.device)
@@ -47,11 +44,7 @@ def dequantize_parts(
 
 
 def plan_of(parts: Sequence[Tensor], format: Format, dtype: torch.dtype, columns: int, origin: tuple[int, int] = (0, 0)) -> Run:
-    """Plans to dequantize tensors that lie as these parts do.
-
-    Returns:
-        A function of codes, scales and the tensor scale, or None for 1. It doesn't look at them again.
-    """
+    """Plans to dequantize tensors that lie as these parts do: a function of codes, scales and tensor scale, or None for 1."""
     codes, scales = parts[0], parts[1]
     tensor_scale = parts[2] if len(parts) > 2 else None
     name, shape = name_of(dtype), (*codes.shape[:-1], columns)

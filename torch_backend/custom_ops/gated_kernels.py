@@ -28,16 +28,7 @@ _agreed: dict[Any, bool] = {}
 
 
 def plan_of(gate: Tensor, up: Tensor | None, activation: str, layout: str, cast: OperandCast) -> Read | None:
-    """Plans the cast of what an activation makes of gates and ups that lie as these do; None where the kernels don't take them.
-
-    Args:
-        gate, up: two of them, [rows, columns].
-        activation, layout: see `activations`.
-        cast: how.
-
-    Returns:
-        The plan, which takes (gate, up).
-    """
+    """Plans the cast of what an activation makes of gates and ups that lie as these do; None where no kernel takes them."""
     # A gate alone is activated as fast as it is read for an amax: two kernels read no more than one after the other.
     if not _takes(gate, up, layout == "pairs") or (up is None and cast.measures):
         return None
@@ -46,10 +37,7 @@ def plan_of(gate: Tensor, up: Tensor | None, activation: str, layout: str, cast:
 
 
 def lies_aligned(gate: Tensor, up: Tensor | None) -> bool:
-    """Says whether memory holds them from a multiple of 16 bytes on, as each call has to ask. Of pairs the gate is asked about.
-
-    It may hold the negated values, as torch's negative bit says.
-    """
+    """Says whether gate and up begin on multiples of 16 bytes, and hold their own values (torch's negative bit)."""
     return all(one is None or not (one.data_ptr() % 16 or one.is_neg()) for one in (gate, up))
 
 
@@ -68,10 +56,7 @@ def made_of(gate: Tensor, up: Tensor | None, activation: str, layout: str) -> Te
 
 
 def gradient_of(gradient: Tensor, gate: Tensor, up: Tensor | None, activation: str, layout: str) -> list[Tensor] | None:
-    """Returns the gradients of gate and up, or of the one tensor in which they lie; None where the kernels don't take them.
-
-    Of a gate alone PyTorch's own kernel is the faster one.
-    """
+    """Returns the gradients of gate and up, or of the tensor that holds both; None where the kernels don't take them."""
     pairs = layout == "pairs"
     if (
         up is None
@@ -128,10 +113,7 @@ def agrees(gate: Tensor, activation: str, gated: bool) -> bool:
 
 
 def differing(device: torch.device, dtype: torch.dtype, activation: str, gated: bool) -> dict[str, list[float]]:
-    """Returns the first gates at which the kernels' results differ from PyTorch's, by what is computed; empty where none does.
-
-    Results are the activation and its gradients, over all values of a gate, with ups and gradients of all sizes.
-    """
+    """Returns the first gates at which the kernels' activation or gradients differ from PyTorch's, by what is computed."""
     repeats = 8
     every = torch.arange(-(1 << 15), 1 << 15, device=device, dtype=torch.int32).to(torch.int16).view(dtype)
     gate = every.repeat(repeats).view(-1, 256)

@@ -48,15 +48,7 @@ def quantize_gated(
     eps: float,
     aligned: Pair = NEITHER,
 ) -> list[Tensor]:
-    """Does what the op `quantize_gated` does, outside of a graph.
-
-    Args:
-        gate, up, activation, layout: see `activations`; [rows, columns].
-        row, column: the format, or None for a direction that isn't wanted.
-        amax: int32 [1], of what the activation makes, where the format has one scale per tensor and it is known.
-        multiplier: float32 of one element, instead of an amax: delayed scaling.
-        rotate, eps, aligned: as for `quantize_operand`.
-    """
+    """Carries out the op `quantize_gated`; arguments as for `activations` and `operand_ops.quantize_operand`."""
     gate, up = gate_and_up(gate, up, layout)
     where = None if up is None else (up.stride(), up.storage_offset() - gate.storage_offset())
     key = (id(row), id(column), activation, layout, gate.shape, gate.stride(), where, gate.dtype, gate.device)

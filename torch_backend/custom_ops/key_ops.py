@@ -31,18 +31,10 @@ def gradient_keys(
     now: bool = False,
     single: bool = False,
 ) -> Tensor:
-    """The keys that a layer's gradients are rounded with, int32 [groups or 1, 2, 2]: of each group, rowwise and columnwise.
+    """The keys that a layer's gradients are rounded with, int32 [groups or 1, 2, 2]; [2, 2] of a `single` one.
 
-    They are `rounding.gradient_key` of the key with, one after another, the step and each of `folds` folded in.
-
-    Args:
-        key: two words as an int32 or int64 tensor.
-        step: an integer tensor of shape (), or None.
-        folds: further numbers, such as this rank's coordinate on the data-parallel axes.
-        groups: how many groups (experts) the layer has; None for a layer without.
-        advance: raises the step by one afterwards.
-        now: whether nothing is known to trace, and no mode to watch operations.
-        single: leaves out the axis of groups, of a layer without.
+    They are `rounding.gradient_key` of the key (two words) with the step and each of `folds` folded in. `advance` raises the
+    step afterwards. `now` says that nothing is known to trace, and no mode to watch operations.
     """
     count = -1 if groups is None else groups
     if not now and (torch.compiler.is_compiling() or not runs_now(key)):

@@ -57,19 +57,10 @@ def quantize_operand(
     eps: float,
     aligned: Aligned = NEITHER,
 ) -> Directions:
-    """Quantizes a matrix along its rows, its columns, or both.
+    """Quantizes a matrix along its rows, its columns, or both; the arguments are those of `OperandCast`.
 
-    Args:
-        x: [rows, columns], float32, float16 or bfloat16.
-        row, column: formats, or None.
-        amax: int32 [1], fp32 bits of the largest magnitude, where it is known: formats with one scale per tensor take their
-            scale from it.
-        multiplier: float32 of one element, instead of an amax: delayed scaling. The amax of x is returned then.
-        row_key, column_key: two words each as int32 [2], for stochastic rounding.
-        rotate: the random Hadamard transform before the columnwise direction.
-        eps: lifts amaxes, as for `numerics.quantize`, of formats where it has a meaning. It has no default: a compiler may
-            leave one open, as any number that it doesn't find in code (`dynamic=True`), and no op of a layer takes it so.
-        aligned: which directions come aligned, for products that take such operands (`products.comes_aligned`).
+    An amax (int32 [1]) makes the scale of formats with one per tensor; with a multiplier (float32 of one element) the amax of x
+    is returned. Keys are int32 [2]. eps has no default: compilers may leave a number open that isn't in the code.
     """
     names = [None if format is None else format.name for format in (row, column)]
     parts = _op(x, *names, amax, multiplier, row_key, column_key, rotate, eps, *aligned)
@@ -83,10 +74,9 @@ def quantize_operand(
 
 
 def tensor_amax(x: Tensor, *, by_row: bool = False) -> Tensor:
-    """Largest magnitude of x, or of each of its rows, NaN ignored, as int32 [1 or rows] of fp32 bits, in plain operations.
+    """Largest magnitude of x, or of each of its rows, NaN ignored, as int32 of fp32 bits, in operations that compilers fuse.
 
-    For compiled code, where it is fused with what makes x. It looks at the bits of x's own dtype: a comparison of floats might
-    see values that were not yet rounded to it.
+    It looks at the bits of x's own dtype: a comparison of floats might see values that were not yet rounded to it.
     """
     words = torch.int32 if x.dtype is torch.float32 else torch.int16
     magnitude = x.view(words) & torch.iinfo(words).max

@@ -62,17 +62,9 @@ def multiply(
     index: int | None = None,
     exact: bool = False,
 ) -> Tensor:
-    """Calls the op that gives a @ b^T + bias.
+    """Calls the op that gives a @ b^T + bias, for a [m, k] and b [n, k] or a stack of which `index` takes one.
 
-    Args:
-        a: [m, k].
-        b: [n, k], or a stack of such.
-        size: rows of b, and the contracted length: (n, k).
-        bias: [n], or None.
-        dtype: of the result.
-        fast_accum: whether FP8 matrix units may keep fewer bits of their sums.
-        index: which of a stack b is; None of a single matrix.
-        exact: whether the values of both operands must be multiplied as they are (`Recipe.exact_products`).
+    `size` is (n, k); with `exact` the values of both operands are multiplied as they are (`Recipe.exact_products`).
     """
     a_format = None if a.format is None else a.format.name
     b_format = None if b.format is None else b.format.name
@@ -229,14 +221,7 @@ def product_of(
 def comes_aligned(x: Tensor, own: Format | None, other: Format | None, *, exact: bool, in_order: bool = True) -> bool:
     """Says whether an operand that is made of x for one product alone is quantized straight to aligned codes.
 
-    It is where the product would align its codes. `Matrix.aligned` tells the product.
-
-    Args:
-        x: the values; only their device counts.
-        own: their format.
-        other: format of the other operand.
-        exact: as for `multiply`.
-        in_order: as for `kernels.routes.route`.
+    It is where the product would align its codes. `own` and `other` are the formats of both operands.
     """
     if own is None or other is None or exact or not in_order or not own.scale.e8m0:
         return False
@@ -335,9 +320,7 @@ def on_codes(
 ) -> Callable[..., Tensor]:
     """Plans a product on codes on a CUDA device; see `kernels.products.plan`, whose options these are.
 
-    Returns:
-        A function of the operands' parts, a bias or None, the ends of groups, and the tensor to write to, which single products
-        make: it returns that.
+    The plan takes the operands' parts, a bias or None, and of groups their ends and the tensor to write to.
     """
     planned = plan(
         a,

@@ -74,21 +74,10 @@ def plan_of(
     *,
     one_scale: bool = False,
 ) -> Run:
-    """Makes the plan for matrices that lie as x does.
+    """Makes the plan for matrices that lie as x does; raises TypeError or ValueError where there is none.
 
-    Args:
-        x: one of them.
-        row, column: formats of the directions, None for one that isn't wanted.
-        knows_amax: whether the amax of x will be given.
-        multiplied: whether a multiplier will be given instead: delayed scaling.
-        random: whether each direction is rounded stochastically.
-        rotate: whether the random Hadamard transform comes before the columnwise direction.
-        eps: lifts amaxes, of formats where it has a meaning.
-        aligned: which directions come aligned; on a device whose products take such operands (`products.comes_aligned`).
-        one_scale: whether both directions may have one tensor as the scale of the whole; no op's results may.
-
-    Raises:
-        TypeError, ValueError: x can't be quantized, or no such plan exists.
+    The arguments are those of `OperandCast`. With `one_scale` both directions share the scale of the whole: no op's results
+    may.
     """
     check_input(x)
     if multiplied and len({row, column} - {None}) != 1:
@@ -129,7 +118,7 @@ def _directions(cast: OperandCast) -> tuple[OperandCast, OperandCast]:
 
 def _cuda_plan(x: Tensor, cast: OperandCast, one_scale: bool = False) -> Run:
     """One call where both directions share a format and a way of rounding, otherwise one for each."""
-    if cast.rotates and not cuda_rotates(cast.column):
+    if cast.rotates and cast.column is not None and not cuda_rotates(cast.column):
         return _rotated_apart(x, cast)
     strided = x.stride(-1) != 1
     own = x.contiguous() if strided else x
@@ -159,8 +148,8 @@ def _rotated_apart(x: Tensor, cast: OperandCast) -> Run:
         raise ValueError(f"a rotated operand in {cast.column} has another amax than the one that its scale was made of")
     row, column = _directions(cast)
     by_row = None if row.row is None else _cuda_plan(x, row)
-    options = {"random": column.random[::-1], "aligned": column.aligned[::-1]}
-    by_column = _cuda_plan(rotation.rotate(x.mT), OperandCast(column.column, eps=cast.eps, **options))
+    turned = OperandCast(column.column, None, None, (cast.random[1], False), eps=cast.eps, aligned=(cast.aligned[1], False))
+    by_column = _cuda_plan(rotation.rotate(x.mT), turned)
 
     def run(x: Tensor, amax: Tensor | None, multiplier: Tensor | None, keys: Tensor | None) -> list[Tensor]:
         parts = [] if by_row is None else by_row(x, amax, None, keys)
@@ -240,7 +229,7 @@ def _definition_plan(cast: OperandCast) -> Run:
             results = _one_by_one(x, row, column, amax, row_key, column_key, rotate, eps)
         else:
             results = _multiplied(x, row, column, multiplier)
-            recorded = [numerics.amax(x, row or column).blocks.reshape(1)]
+            recorded = [numerics.amax(x, cast.format).blocks.reshape(1)]
             amax = recorded[0]
         directions = _unshared(results)
         mark(x, directions, amax)
