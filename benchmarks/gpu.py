@@ -24,7 +24,7 @@ from gpu_peers import peers
 from blockfp.definition import bits, layout, numerics, rotation
 from blockfp.formats import FORMATS, Format
 from blockfp.kernels import cuda_library
-from blockfp.kernels.format_numbers import format_numbers
+from blockfp.kernels.calls import format_numbers
 
 SHAPES = ((16384, 8192), (4096, 4096), (8190, 4094))
 

@@ -19,13 +19,13 @@ import ml_dtypes
 import numpy as np
 from array_api_compat import is_torch_array
 
-from ..definition import bits, checks, layout
+from ..definition import bits, checks
 from ..definition.bits import Array
 from ..definition.numerics import Amax, Origin, Quantized, check_members
 from ..definition.rounding import WIDE, Key, key_words
 from ..formats import Format
-from . import reused_memory
-from .format_numbers import DTYPE_NUMBERS, format_numbers, largest_multiplier
+from . import calls, reused_memory
+from .calls import DTYPE_NUMBERS, Call
 from .library import Library, installed
 
 LIBRARY = "libblockfp_cpu.so"
@@ -91,20 +91,19 @@ def set_threads(threads: int) -> int:
 
 
 def amax(x: Array, format: Format | str, *, origin: Origin = (0, 0)) -> Amax:
-    """The largest magnitude of each block of x; see `numerics.amax`.
+    """The largest magnitude of each block of x, a NumPy array or CPU tensor of any strides; see `numerics.amax`."""
+    format, arrays = Format.parse(format), _arrays_of(x)
+    call = calls.amax(tuple(x.shape), format, tuple(origin), "cpu.amax", _input_dtype(x))
+    return Amax(**_carry_out(call, arrays, arrays.lend(x)))
 
-    Args:
-        x: NumPy array or CPU torch tensor; float32, float16 or bfloat16, [..., rows, columns], of any strides.
-        format: the format whose blocks to use.
-        origin: (row, column) of x's first element in the unsharded matrix.
-    """
-    library, format, arrays = _cpu.get(), Format.parse(format), _arrays_of(x)
-    dtype, grid = _input_dtype(x), layout.scales_shape(x.shape, format, origin)
-    blocks = arrays.empty(grid, "int32")
-    nan = None if format.element.has_nan else arrays.empty(grid, "int32")
-    tensor = arrays.empty((), "int32") if format.scale.two_level else None
-    library.amax(arrays.lend(x), blocks, nan, tensor, DTYPE_NUMBERS[dtype], *format_numbers(format), *origin)
-    return Amax(blocks, nan, tensor)
+
+def _carry_out(call: Call, arrays: _NumPy | _Torch, *inputs: Any, **given: Any) -> dict[str, Any]:
+    """Makes a call of the library, with new arrays but for those that are given; returns all of them."""
+    made = {
+        name: given.get(name) if array is None or name in given else arrays.empty(*array) for name, array in call.arrays.items()
+    }
+    getattr(_cpu.get(), call.function.removeprefix("cpu."))(*inputs, *made.values(), *call.numbers.values())
+    return made
 
 
 def quantize(
@@ -118,39 +117,24 @@ def quantize(
     shape: tuple[int, int] | None = None,
     amax: Amax | None = None,
 ) -> Quantized:
-    """Quantizes x in blocks of its last two axes; see `numerics.quantize`, whose arguments, bits and errors these are.
-
-    Args:
-        x: NumPy array or CPU torch tensor; float32, float16 or bfloat16, [..., rows, columns], of any strides. The
-            results are of the same library.
-    """
-    library, format, arrays = _cpu.get(), Format.parse(format), _arrays_of(x)
+    """Quantizes a NumPy array or CPU tensor of any strides; see `numerics.quantize`."""
+    format, arrays = Format.parse(format), _arrays_of(x)
     dtype = _input_dtype(x)
-    largest = largest_multiplier(format, eps, nominal or dtype)
-    rows, columns = x.shape[-2:]
-    codes, scales, *two_level = [arrays.empty(*part) for part in layout.parts(x.shape, format, origin)]
-    tensor_scale = two_level[0] if two_level else None
-    key0, key1 = (0, 0) if key is None else (int(word) & 0xFFFFFFFF for word in key_words(key))
-    index_rows, index_columns = shape or (origin[0] + rows, origin[1] + columns)
-    library.quantize(
-        arrays.lend(x),
-        codes,
-        scales,
-        tensor_scale,
-        *((None, None, None, None) if amax is None else _given(amax, tuple(scales.shape), format)),
-        DTYPE_NUMBERS[dtype],
-        *format_numbers(format),
-        largest,
-        eps,
-        False,
-        int(key is not None),
-        key0,
-        key1,
-        *origin,
-        index_rows,
-        index_columns,
-    )
-    return Quantized(codes, scales, tensor_scale)
+    call = calls.cpu_quantize(tuple(x.shape), dtype, format, eps, nominal, tuple(origin), shape and tuple(shape))
+    return _quantize(arrays, x, call, format, key, 1, amax)
+
+
+def _quantize(
+    arrays: _NumPy | _Torch, x: Array, call: Call, format: Format, key: Key | None, random: int, amax: Amax | None, **kept: Any
+) -> Quantized:
+    """Makes a call that quantizes, with `random` bytes an element where there is a key."""
+    if key is not None:
+        key0, key1 = (int(word) & 0xFFFFFFFF for word in key_words(key))
+        call = call._replace(numbers=call.numbers | {"random": random, "key0": key0, "key1": key1})
+    scales = call.arrays["scales"]
+    fields = {} if amax is None else _given(amax, scales[0] if scales else (), format)
+    found = _carry_out(call, arrays, arrays.lend(x), **fields, **kept)
+    return Quantized(*(found[name] for name in calls.PARTS))
 
 
 def requantize(
@@ -164,27 +148,16 @@ def requantize(
     shape: tuple[int, int] | None = None,
     amax: Amax | None = None,
 ) -> Quantized:
-    """Quantizes x with scales that go on from those it had; see `numerics.requantize`, whose arguments and bits these are.
-
-    Args:
-        x: NumPy array or CPU torch tensor; float32, [..., rows, columns], of any strides.
-    """
-    library, format, arrays = _cpu.get(), Format.parse(format), _arrays_of(x)
+    """Quantizes a float32 array of any strides with scales that go on from those it had; see `numerics.requantize`."""
+    format, arrays = Format.parse(format), _arrays_of(x)
     if (dtype := _input_dtype(x)) != "float32":
         raise TypeError(f"the kernels requantize float32, got {dtype}")
     checks.check_scales(scales, tensor_scale, x.shape, format, origin)
-    codes, *kept = [arrays.empty(*part) for part in layout.parts(x.shape, format, origin)]
-    for new, old in zip(kept, (scales, tensor_scale), strict=False):
+    call = calls.cpu_quantize(tuple(x.shape), dtype, format, 0.0, None, tuple(origin), shape and tuple(shape), keeps=True)
+    kept = {name: arrays.empty(*array) for name, array in call.arrays.items() if array is not None and name != "codes"}
+    for new, old in zip(kept.values(), (scales, tensor_scale), strict=False):
         new[...] = old
-    new_scales, new_tensor_scale = kept if format.scale.two_level else (*kept, None)
-    key0, key1 = (0, 0) if key is None else (int(word) & 0xFFFFFFFF for word in key_words(key))
-    fields = (None,) * 4 if amax is None else _given(amax._replace(members=None), tuple(scales.shape), format)
-    place = (*origin, *(shape or (origin[0] + x.shape[-2], origin[1] + x.shape[-1])))
-    library.quantize(
-        arrays.lend(x), codes, new_scales, new_tensor_scale, *fields, DTYPE_NUMBERS[dtype], *format_numbers(format),
-        bits.FP32_MAX, 0.0, True, 0 if key is None else WIDE, key0, key1, *place,
-    )  # fmt: skip
-    return Quantized(codes, new_scales, new_tensor_scale)
+    return _quantize(arrays, x, call, format, key, WIDE, None if amax is None else amax._replace(members=None), **kept)
 
 
 def dequantize(
@@ -197,36 +170,22 @@ def dequantize(
     columns: int,
     origin: Origin = (0, 0),
 ) -> Array:
-    """The values of codes and scales; see `numerics.dequantize`, whose arguments, bits and errors these are.
-
-    Args:
-        codes, scales, tensor_scale: NumPy arrays or CPU torch tensors. The result is of the same library.
-    """
-    library, format = _cpu.get(), Format.parse(format)
+    """The values of codes and scales, in the same array library; see `numerics.dequantize`."""
+    format = Format.parse(format)
     checks.check_output_dtype(dtype)
     shape = (*codes.shape[:-1], columns)
     checks.check_codes(codes, columns, format)
     checks.check_scales(scales, tensor_scale, shape, format, origin)
     arrays = _arrays_of(codes)
-    out = arrays.empty(shape, dtype)
-    library.dequantize(
-        arrays.contiguous(codes),
-        arrays.contiguous(scales),
-        1.0 if tensor_scale is None else float(tensor_scale),
-        arrays.lend(out),
-        DTYPE_NUMBERS[dtype],
-        *format_numbers(format),
-        *origin,
-    )
+    out, factor = arrays.empty(shape, dtype), 1.0 if tensor_scale is None else float(tensor_scale)
+    call = calls.dequantize(shape, dtype, format, tuple(origin), "cpu.dequantize")
+    inputs = arrays.contiguous(codes), arrays.contiguous(scales)
+    _carry_out(call, arrays, *inputs, tensor_scale=factor, out=arrays.lend(out))
     return out
 
 
 def rotate(x: Array) -> Array:
-    """The random Hadamard transform along x's last axis; see `rotation.rotate`.
-
-    Args:
-        x: NumPy array or CPU torch tensor; float32, float16 or bfloat16, [..., rows, columns], of any strides.
-    """
+    """The random Hadamard transform along the last axis of an array of any strides; see `rotation.rotate`."""
     library, arrays = _cpu.get(), _arrays_of(x)
     dtype = _input_dtype(x)
     out = arrays.empty(x.shape, dtype)
@@ -235,20 +194,16 @@ def rotate(x: Array) -> Array:
 
 
 def adamw(table: np.ndarray, on: Any = None) -> None:
-    """Takes AdamW steps in place: masters and moments, and the weights where they are copies or codes; see `adamw.update`.
+    """Takes AdamW steps in place, of a table of `step_table.pack`; see `adamw.update`. `on` is for GPUs (`cuda.adamw`).
 
-    Moments in fewer bits are rounded with `adamw.rounding_key`, codes to nearest.
-
-    Args:
-        table: of `step_table.pack`. The arrays at its addresses are as its rows say (`step_table.Row.arrays`), contiguous, and
-            alive: nothing of that can be checked here.
-        on: not used; a GPU's kernels need it (`cuda.adamw`).
+    The arrays at the table's addresses must be alive and contiguous, which can't be checked here. Moments in fewer bits are
+    rounded with `adamw.rounding_key`, codes to nearest.
     """
     _cpu.get().adamw(table)
 
 
-def _given(amax: Amax, grid: tuple[int, ...], format: Format) -> list[Array | None]:
-    """Checks that an amax fits the format; returns its fields as the library takes them."""
+def _given(amax: Amax, grid: tuple[int, ...], format: Format) -> dict[str, Array | None]:
+    """Checks that an amax fits the format; returns its fields as the library takes them, by their names there."""
     nan = None if format.element.has_nan else amax.nan
     tensor = amax.tensor if format.scale.two_level else None
     if tuple(amax.blocks.shape) != grid:
@@ -260,7 +215,8 @@ def _given(amax: Amax, grid: tuple[int, ...], format: Format) -> list[Array | No
     for name, field in zip(Amax._fields, fields, strict=True):
         if field is not None and bits.dtype_name(field) != "int32":
             raise TypeError(f"amax.{name} must be int32, got {bits.dtype_name(field)}")
-    return [None if field is None else _arrays_of(field).contiguous(field) for field in fields]
+    lent = [None if field is None else _arrays_of(field).contiguous(field) for field in fields]
+    return {f"given_{name}": field for name, field in zip(Amax._fields, lent, strict=True)}
 
 
 class _NumPy:
@@ -295,11 +251,7 @@ class _Writable:
 
 
 class _Torch:
-    """Lends CPU tensors to the library, and makes new ones.
-
-    torch is known here, and imported only where a tensor comes in: asking an array namespace for memory takes more than twice
-    as long, and DLPack has no word for tensors that need a gradient or have no memory of their own.
-    """
+    """Lends CPU tensors to the library, and makes new ones. torch is imported where the first tensor comes in."""
 
     def __init__(self):
         import torch
@@ -337,11 +289,7 @@ _torch: _Torch | None = None
 
 
 def _arrays_of(x: Array) -> _NumPy | _Torch:
-    """The adapter of x's library: `_NumPy` or `_Torch`.
-
-    Raises:
-        TypeError: x is neither a NumPy array nor a CPU torch tensor.
-    """
+    """The adapter of x's library; raises TypeError where x is neither a NumPy array nor a CPU torch tensor."""
     global _torch
     if isinstance(x, np.ndarray | np.generic):
         return _numpy

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..formats import Format
-from .format_numbers import format_numbers
+from .calls import format_numbers
 from .product_table import MEASURED
 
 HOPPER = (9, 0)

@@ -13,7 +13,7 @@ import numpy as np
 from ..definition import bits, layout
 from ..definition.adamw import Coefficients
 from ..formats import Format
-from .format_numbers import DTYPE_NUMBERS, format_numbers
+from .calls import DTYPE_NUMBERS, format_numbers
 
 ARRAYS = ("gradient", "weight", "first", "second", "first_scales", "second_scales", "out", "out_scales")
 """Arrays that a row points to, all contiguous and on one device.

@@ -12,12 +12,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import lru_cache
 from typing import Any, TypeVar
 
 WHY_NOT = "kernels.switch.definition_only() is in force"
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Result = TypeVar("_Result")
 
 _entered = 0
 _turning = threading.Lock()
@@ -57,8 +57,30 @@ def when_turned(forget: Callable[[], Any]) -> None:
     _when_turned.append(forget)
 
 
-def cached(function: _Function) -> _Function:
-    """`functools.cache` for results that depend on the available kernels."""
-    kept = cache(function)
+MOST = 4096
+"""Plans that a table keeps. One more drops all: lengths that never come again must not fill the memory."""
+
+
+def memo(function: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Keeps what a function returns, by its arguments, until the switch turns: plans, and answers that depend on the kernels.
+
+    Code that is compiled calls no cache of functools, and code that has a key of its own at hand takes `plans`.
+    """
+    kept = lru_cache(maxsize=MOST)(function)
     when_turned(kept.cache_clear)
-    return kept  # pyright: ignore[reportReturnType]
+    return kept
+
+
+def plans() -> dict[Any, Any]:
+    """Returns a table of plans for `kept`, which is emptied when the switch turns. Looking something up enters no function."""
+    table: dict[Any, Any] = {}
+    when_turned(table.clear)
+    return table
+
+
+def kept(table: dict[Any, Any], key: Any, plan: Any) -> Any:
+    """Keeps a new plan among at most `MOST`, and returns it."""
+    if len(table) >= MOST:
+        table.clear()
+    table[key] = plan
+    return plan

@@ -74,7 +74,7 @@ def _backend(name: str, *, asked: bool) -> Backend:
 switch.when_turned(jax.clear_caches)
 
 
-@switch.cached
+@switch.memo
 def missing(name: str) -> str | None:
     """Returns why a backend can't run on this machine, or None."""
     if name != "xla" and not switch.kernels_allowed():

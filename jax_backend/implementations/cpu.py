@@ -18,11 +18,10 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from blockfp.definition import bits, layout
+from blockfp.definition import bits
 from blockfp.definition.numerics import Amax, Quantized
 from blockfp.formats import Format
-from blockfp.kernels import native
-from blockfp.kernels.format_numbers import format_numbers, largest_multiplier
+from blockfp.kernels import calls, native
 from blockfp.kernels.once import once
 
 from .backend import Backend, keys_of_both, missing_library
@@ -30,12 +29,6 @@ from .explicit import vary, varying
 from .jax_internals import runs_compiled
 from .xla import XLA
 
-_FORMAT = ("element", "block_rows", "block_columns", "rule")
-_ATTRIBUTES = {
-    "amax": ("ndim", *_FORMAT),
-    "quantize": ("ndim", *_FORMAT, "largest_bits", "eps_bits", "transposed", "rotated"),
-    "dequantize": ("ndim", *_FORMAT, "row", "column"),
-}
 # Programs in a persistent cache call the library by these names, so functions that take something else need others.
 _TARGET = "blockfp_cpu_{}_1"
 
@@ -45,9 +38,9 @@ def _register(operation: str) -> str:
     """Registers a function of the library with XLA and returns its name there."""
     import jax_tvm_ffi
 
-    target = _TARGET.format(operation)
-    arguments = ["args", "rets", *(f"attrs.{attribute}" for attribute in _ATTRIBUTES[operation])]
-    jax_tvm_ffi.register_ffi_target(target, getattr(native.library(), f"{operation}_arrays"), arguments, platform="cpu")
+    target, function = _TARGET.format(operation), f"{operation}_arrays"
+    arguments = ["args", "rets", *(f"attrs.{attribute}" for attribute in calls.SIGNATURES[function][1])]
+    jax_tvm_ffi.register_ffi_target(target, getattr(native.library(), function), arguments, platform="cpu")
     return target
 
 
@@ -67,33 +60,19 @@ class _Call:
     columns: int = 0
     origin: tuple[int, int] = (0, 0)
 
-    def attributes(self) -> dict[str, np.int64]:
-        values: dict[str, int] = {"ndim": self.ndim, **dict(zip(_FORMAT, format_numbers(self.format), strict=True))}
-        if self.operation == "quantize":
-            values["largest_bits"] = largest_multiplier(self.format, self.eps, self.nominal)
-            values["eps_bits"] = bits.constant_bits(self.eps)
-            values |= {"transposed": self.columnwise, "rotated": self.rotate}
-        elif self.operation == "dequantize":
-            values |= {"row": self.origin[0], "column": self.origin[1]}
-        return {name: np.int64(value) for name, value in values.items()}
+    def described(self, first) -> calls.Call:
+        """The call of the library for one tensor, from its first operand."""
+        format, shape = self.format, first.shape[first.ndim - self.ndim :]
+        if self.operation == "amax":
+            return calls.amax_arrays(shape, format)
+        if self.operation == "dequantize":
+            return calls.dequantize((*shape[:-1], self.columns), self.dtype, format, self.origin, "dequantize_arrays")
+        options = {"transposed": self.columnwise, "rotated": self.rotate}
+        return calls.quantize_arrays(shape, self.nominal, format, self.eps, **options)
 
     def results(self, first) -> list[tuple[tuple[int, ...], Any]]:
         """The (shape, dtype) of each result for one tensor, from its first operand."""
-        format, shape = self.format, first.shape[first.ndim - self.ndim :]
-        two_level = format.scale.two_level
-        if self.operation == "dequantize":
-            return [((*shape[:-1], self.columns), jnp.dtype(self.dtype))]
-        if self.columnwise:
-            shape = (*shape[:-2], shape[-1], shape[-2])
-        scales = layout.scales_shape(shape, format)
-        if self.operation == "amax":
-            nan = (0,) * self.ndim if format.element.has_nan else scales
-            return [(scales, jnp.int32), (nan, jnp.int32), (() if two_level else (0,), jnp.int32)]
-        return [
-            (layout.codes_shape(shape, format), jnp.uint8),
-            (scales, jnp.dtype(format.scale.dtype)),
-            (() if two_level else (0,), jnp.float32),
-        ]
+        return [(array[0], jnp.dtype(array[1])) for array in self.described(first).arrays.values() if array is not None]
 
     def define(self, *operands: jax.Array) -> list[jax.Array]:
         """Computes the definition's results of one tensor."""
@@ -176,7 +155,8 @@ def _lower(context, *operands, call: _Call):
     exported = context.module_context.lowering_parameters.for_export
     if not call.asked and (exported or not _on_one_device(context.module_context.axis_context)):
         return _lower_definition(context, *operands, call=call)
-    return jax.ffi.ffi_lowering(_register(call.operation))(context, *operands, **call.attributes())
+    attributes = {name: np.int64(value) for name, value in call.described(context.avals_in[0]).numbers.items()}
+    return jax.ffi.ffi_lowering(_register(call.operation))(context, *operands, **attributes)
 
 
 def _on_one_device(axes) -> bool:

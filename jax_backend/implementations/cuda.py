@@ -12,37 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from blockfp.definition import bits, groups, layout
+from blockfp.definition import bits
+from blockfp.definition.groups import words_for
 from blockfp.definition.numerics import Amax, Quantized
 from blockfp.definition.rotation import rotate as rotated
 from blockfp.definition.views import DTYPES
 from blockfp.formats import Format
-from blockfp.kernels import cuda_library
-from blockfp.kernels.format_numbers import cuda_rotates, format_numbers, largest_multiplier
+from blockfp.kernels import calls, cuda_library
+from blockfp.kernels.calls import PARTS, PARTS_T, Call, OperandCast, cuda_rotates
 from blockfp.kernels.once import once
-from blockfp.kernels.products import plan, plan_values
+from blockfp.kernels.products import Plan, plan, plan_values
 
 from .backend import Backend, amax_of_tensor, keys_of_both, missing_library, refusal_of_amax
-
-_FORMAT = ("element", "block_rows", "block_columns", "rule")
-_QUANTIZE = (*_FORMAT, "measure", "eps_bits", "largest_bits", "rotate_t", "mark", "row", "column", "rows", "columns")
-_DEQUANTIZE = (*_FORMAT, "row", "column")
-_PRODUCT = (
-    *("a_element", "a_block_rows", "b_element", "b_block_rows", "a_ordered", "b_ordered"),
-    *("own", "tile", "fast", "accumulate"),
-)
-_QUANTIZE_GROUPS = ("groups", "rows_keyed", "columns_keyed", *_FORMAT, "measure", "eps_bits", "largest_bits", "rotate_t")
-_ATTRIBUTES = {
-    "amax": (),
-    "quantize": _QUANTIZE,
-    "dequantize": _DEQUANTIZE,
-    "product": _PRODUCT,
-    "product_by_cublas": _PRODUCT,
-    "align": ("element", "block_rows", "columns", "turned"),
-    "transpose": ("bits", "rows", "columns"),
-    "group_rows": ("tokens",),
-    "quantize_groups": _QUANTIZE_GROUPS,
-}
 
 
 @once
@@ -50,10 +31,10 @@ def _register(name: str) -> str:
     """Registers a function of the library with XLA and returns its name there."""
     import jax_tvm_ffi
 
-    arguments = ["args", "rets", *(f"attrs.{attribute}" for attribute in _ATTRIBUTES[name])]
+    own = name.removesuffix("_by_cublas")
+    arguments = ["args", "rets", *(f"attrs.{attribute}" for attribute in calls.SIGNATURES[own][1])]
     # cuBLAS's first call makes a handle, which may not happen inside a capture.
-    capturable = name != "product_by_cublas"
-    function = getattr(cuda_library.library(), name.removesuffix("_by_cublas"))
+    capturable, function = name == own, getattr(cuda_library.library(), own)
     jax_tvm_ffi.register_ffi_target(f"blockfp_{name}", function, arguments, platform="gpu", allow_cuda_graph=capturable)
     return f"blockfp_{name}"
 
@@ -63,8 +44,22 @@ def _call(name: str, out, *arrays: jax.Array, **attributes: int):
     return jax.ffi.ffi_call(_register(name), out, vmap_method="sequential")(*arrays, **values)
 
 
-def _absent(dtype) -> jax.Array:
-    return jnp.zeros((0,), dtype)
+def _carry_out(call: Call, *inputs: jax.Array, name: str | None = None, **given: jax.Array | None) -> dict[str, jax.Array]:
+    """Makes a call of the library; returns its arrays from the first new one on. Those before are given or absent."""
+    names, made = list(call.arrays), list(call.arrays.values())
+    first = next(i for i, array in enumerate(made) if array is not None)
+    before = [given.get(name) for name in names[:first]]
+    arrays = [jnp.zeros((0,), jnp.uint8) if x is None else x for x in before]
+    out = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in (each or ((0,), "uint8") for each in made[first:])]
+    return dict(zip(names[first:], _call(name or call.function, out, *inputs, *arrays, **call.numbers), strict=True))
+
+
+def _parts(found: dict[str, jax.Array], format: Format | None, names: tuple[str, ...] = PARTS) -> Quantized | None:
+    """The parts of a direction; None of one without a format."""
+    if format is None:
+        return None
+    codes, scales, tensor_scale = (found[name] for name in names)
+    return Quantized(codes, scales, tensor_scale if format.scale.two_level else None)
 
 
 def _readable(bias: jax.Array | None) -> jax.Array | None:
@@ -97,12 +92,13 @@ class CudaLibrary(Backend):
         return amax_of_tensor(_tensor_amax(x), x)
 
     def quantize(self, x, key, amax, *, format: Format, eps: float = 0.0, nominal: str | None = None) -> Quantized:
-        return _quantize(x, format, key, amax, eps, nominal, rows=True)[0]  # pyright: ignore[reportReturnType]
+        return _quantize(x, OperandCast(format, eps=eps), key, amax, nominal)[0]  # pyright: ignore[reportReturnType]
 
     def quantize_columnwise(self, x, key, amax, *, format: Format, eps: float = 0.0, rotate: bool = False) -> Quantized:
         if rotate and not cuda_rotates(format):
             return self.quantize(rotated(x.mT), key, amax, format=format, eps=eps)
-        return _quantize(x, format, key, amax, eps, None, columns=True, rotate=rotate)[1]  # pyright: ignore[reportReturnType]
+        cast = OperandCast(None, format, rotate=rotate, eps=eps)
+        return _quantize(x, cast, key, amax)[1]  # pyright: ignore[reportReturnType]
 
     def quantize_both(
         self, x, key, amax, *, format: Format, eps: float = 0.0, rotate: bool = False
@@ -111,61 +107,25 @@ class CudaLibrary(Backend):
             row_key, column_key = keys_of_both(key)
             row = self.quantize(x, row_key, amax, format=format, eps=eps)
             return row, self.quantize(rotated(x.mT), column_key, amax, format=format, eps=eps)
-        return _quantize(x, format, key, amax, eps, None, rows=True, columns=True, rotate=rotate)  # pyright: ignore[reportReturnType]
+        cast = OperandCast(format, format, rotate=rotate, eps=eps)
+        return _quantize(x, cast, key, amax)  # pyright: ignore[reportReturnType]
 
     def dequantize(
         self, codes, scales, tensor_scale, *, format: Format, dtype: str, columns: int, origin: tuple[int, int] = (0, 0)
     ) -> jax.Array:
-        return _call(
-            "dequantize",
-            jax.ShapeDtypeStruct((*codes.shape[:-1], columns), jnp.dtype(dtype)),
-            codes,
-            scales,
-            _absent(jnp.float32) if tensor_scale is None else tensor_scale.reshape(1),
-            **dict(zip(_FORMAT, format_numbers(format), strict=True)),
-            row=origin[0],
-            column=origin[1],
-        )
+        call = calls.dequantize((*codes.shape[:-1], columns), dtype, format, tuple(origin))
+        scale = None if tensor_scale is None else tensor_scale.reshape(1)
+        return _carry_out(call, codes, scales, tensor_scale=scale)["out"]
 
 
-def _quantize(
-    x, format, key, amax, eps, nominal, *, rows=False, columns=False, rotate=False
-) -> tuple[Quantized | None, Quantized | None]:
-    two_level = format.scale.two_level
-    if amax is None and (format.per_tensor or two_level):
-        amax = _tensor_amax(x, rotate=rotate)
-    m, n = x.shape[-2:]
-    swapped = (*x.shape[:-2], n, m)
-
-    def outputs(shape, wanted: bool):
-        scales = jnp.dtype(format.scale.dtype)
-        shapes = (layout.codes_shape(shape, format), layout.scales_shape(shape, format), (1 if two_level else 0,))
-        dtypes = (jnp.uint8, scales, jnp.float32)
-        return [jax.ShapeDtypeStruct(s if wanted else (0,), dtype) for s, dtype in zip(shapes, dtypes, strict=True)]
-
-    # A rotated direction has a tensor amax and scale of its own.
-    codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t = _call(
-        "quantize",
-        [*outputs(x.shape, rows), *outputs(swapped, columns)],
-        x,
-        _absent(jnp.int32) if amax is None else amax.reshape(2 if rotate else 1),
-        _absent(jnp.int32),
-        _absent(jnp.uint32) if key is None else key,
-        **dict(zip(_FORMAT, format_numbers(format), strict=True)),
-        measure=0,
-        eps_bits=bits.constant_bits(eps),
-        largest_bits=largest_multiplier(format, eps, nominal or bits.dtype_name(x)),
-        rotate_t=rotate,
-        mark=False,
-        row=0,
-        column=0,
-        rows=0,
-        columns=0,
-    )
-    return (
-        Quantized(codes, scales, tensor_scale[0] if two_level else None) if rows else None,
-        Quantized(codes_t, scales_t, tensor_scale_t[0] if two_level else None) if columns else None,
-    )
+def _quantize(x, cast: OperandCast, key, amax, nominal: str | None = None) -> tuple[Quantized | None, Quantized | None]:
+    if cast.measures:
+        # The kernel would write it into what it is given, which XLA's arrays are not for.
+        amax = _tensor_amax(x, rotate=cast.rotate) if amax is None else amax.reshape(2 if cast.rotate else 1)
+        cast = cast._replace(given="amax")
+    call = calls.quantize(x.shape, nominal or bits.dtype_name(x), cast, mark=False)
+    found = _carry_out(call, x, amax=amax, key=key)
+    return _parts(found, cast.row), _parts(found, cast.column, PARTS_T)
 
 
 @cache
@@ -187,12 +147,9 @@ def product(
     ordered: bool = False,
     bands: bool = False,
 ) -> jax.Array:
-    """Multiplies a @ b^T + bias, of FP8 with a scale per tensor, per row or in blocks of 1x128 and 128x128.
+    """Multiplies a @ b^T + bias by the kernel that `kernels.products` says; the bias [n] is added to the sums in fp32.
 
-    `kernels.products` says which kernel it is. The bias [n], if there is one, is added to the sums in fp32.
-
-    `ordered` says that scales of 1x128 lie [blocks, rows filled up to fours], as `align` writes them;
-    `bands` is that of `kernels.products.plan`.
+    `ordered` says that scales of 1x128 are as `align` writes them; `bands` is that of `kernels.products.plan`.
     """
     (m, k), n = a.codes.shape, b.codes.shape[0]
     if 0 in (m, n, k):
@@ -205,56 +162,31 @@ def product(
         assert bias is not None
         options = {"capability": capability, "fast": fast, "ordered": ordered, "bands": bands}
         return (product(a, a_format, b, b_format, jnp.float32, **options) + bias.astype(jnp.float32)).astype(dtype)
-    out, _ = _call(
-        "product" if chosen.own else "product_by_cublas",
-        [jax.ShapeDtypeStruct((m, n), jnp.dtype(dtype)), jax.ShapeDtypeStruct((chosen.workspace,), jnp.uint8)],
-        a.codes,
-        b.codes,
-        a.scales.reshape(1) if a_format.per_tensor else a.scales,
-        b.scales.reshape(1) if b_format.per_tensor else b.scales,
-        _absent(jnp.int32),
-        _absent(jnp.float32) if bias is None else bias,
-        **dict(zip(_PRODUCT, chosen.numbers, strict=True)),
-    )
-    return out
+    scales = (q.scales.reshape(1) if f.per_tensor else q.scales for q, f in ((a, a_format), (b, b_format)))
+    return _multiply((m, n), dtype, chosen, a.codes, b.codes, *scales, bias=bias)
+
+
+def _multiply(shape, dtype, chosen: Plan, *operands: jax.Array, **given: jax.Array | None) -> jax.Array:
+    made = {"out": (shape, jnp.dtype(dtype).name), "workspace": ((chosen.workspace,), "uint8")}
+    call = calls.describe("product", made, None, **dict(zip(calls.SIGNATURES["product"][1], chosen.numbers, strict=True)))
+    return _carry_out(call, *operands, name="product" if chosen.own else "product_by_cublas", **given)["out"]
 
 
 def align(x: Quantized, format: Format, columns: int, *, turned: bool = False) -> Quantized:
-    """The codes and scales of MX matrices, shifted to one scale for 128 elements (`definition.alignment`).
-
-    Codes are [.., rows, columns filled up to a multiple of 16 with zeros], scales as `product` takes them `ordered`; those
-    of the transposed matrices if `turned`, of blocks of 32x32.
-    """
-    (*leading, rows, _), numbers = x.codes.shape, format_numbers(format)
-    lines, length = (columns, rows) if turned else (rows, columns)
-    codes, scales = _call(
-        "align",
-        [
-            jax.ShapeDtypeStruct((*leading, lines, -(-length // 16) * 16), jnp.uint8),
-            jax.ShapeDtypeStruct((*leading, -(-length // 128), -(-lines // 4) * 4), jnp.float32),
-        ],
-        x.codes,
-        x.scales,
-        element=numbers[0],
-        block_rows=numbers[1],
-        columns=columns,
-        turned=turned,
-    )
-    return Quantized(codes, scales, None)
+    """Shifts MX codes to one scale for 128 elements (`calls.aligned_parts`); `turned`: those of the transposed matrices."""
+    found = _carry_out(calls.align((*x.codes.shape[:-1], columns), format, turned), x.codes, x.scales)
+    return Quantized(found["out"], found["out_scales"], None)
 
 
 def transpose(codes: jax.Array, format: Format, columns: int) -> jax.Array:
     """Packed codes [.., columns, bytes] of the transposed matrices of codes [.., rows, bytes] with so many columns."""
-    *leading, rows, _ = codes.shape
-    width = format.element.bits
-    out = jax.ShapeDtypeStruct((*leading, columns, layout.packed_columns(rows, width)), jnp.uint8)
-    return _call("transpose", out, codes, bits=width, rows=rows, columns=columns)
+    return _carry_out(calls.transpose((*codes.shape[:-1], columns), format), codes)["out"]
 
 
 def group_rows(ends: jax.Array, tokens: int) -> jax.Array:
     """int32: where the groups that end at these rows lie, as `quantize_groups` wants to know it."""
-    count = groups.words_for(tokens, ends.shape[0])
-    return _call("group_rows", jax.ShapeDtypeStruct((count,), jnp.int32), ends, tokens=tokens)
+    words = ((words_for(tokens, ends.shape[0]),), "int32")
+    return _carry_out(calls.describe("group_rows", {"words": words}, tokens=tokens), ends)["words"]
 
 
 def quantize_groups(
@@ -271,62 +203,16 @@ def quantize_groups(
     keyed: tuple[bool, bool] = (False, False),
     rotate: bool = False,
 ) -> tuple[Quantized | None, Quantized | None]:
-    """Quantizes groups of rows along the rows and the columns; groups that hold an Inf get NaN scales.
+    """Quantizes `count` groups of rows along the rows and the columns; groups that hold an Inf get NaN scales.
 
-    Args:
-        x: [tokens, features].
-        words: of `group_rows`.
-        keys: uint32 [groups, 2, 2] of stochastic rounding, those of the columns second; or None.
-        multiplier: of delayed scaling, float32 (), or None.
-        format: with one scale for each group, or in blocks of one row.
-        count: of the groups.
-        eps: see `numerics.quantize`.
-        rows, columns: which directions to make.
-        keyed: which of both round stochastically.
-        rotate: the random Hadamard transform of the columns.
-
-    Returns:
-        The parts of both directions as `blockfp.definition.groups` says; None for one that isn't asked for.
+    `words` are of `group_rows`, keys uint32 [groups, 2, 2], a multiplier float32 (). The parts are those of
+    `definition.groups`.
     """
-    two_level, no_scale = format.scale.two_level, jax.ShapeDtypeStruct((0,), jnp.float32)
-
-    def outputs(wanted: bool, columnwise: bool):
-        found = groups.shapes(x.shape, count, format, columnwise=columnwise)
-        codes, scales = (jax.ShapeDtypeStruct(shape if wanted else (0,), jnp.dtype(dtype)) for shape, dtype in found[:2])
-        # A tensor scale is written for both directions, whichever is asked for.
-        return [codes, scales, jax.ShapeDtypeStruct((count,), jnp.float32) if two_level else no_scale]
-
-    def word(wanted: bool, each: int = 1):
-        return jax.ShapeDtypeStruct((count * each if wanted else 0,), jnp.int32)
-
-    delayed = multiplier is not None
-    # What the call measures on its way: amaxes, unless a multiplier stands instead, then `recorded` and `overflows`.
-    found = [
-        *([] if delayed else [word(format.has_tensor_scale, 2 if rotate else 1)]),
-        word(delayed),
-        word(not format.has_tensor_scale),
-    ]
-    made = _call(
-        "quantize_groups",
-        [*found, *outputs(rows, False), *outputs(columns, True)],
-        x,
-        words,
-        _absent(jnp.uint32) if keys is None else keys,
-        *([multiplier.reshape(1)] if multiplier is not None else []),
-        groups=count,
-        rows_keyed=keyed[0],
-        columns_keyed=keyed[1],
-        **dict(zip(_FORMAT, format_numbers(format), strict=True)),
-        measure=format.has_tensor_scale and not delayed,
-        eps_bits=bits.constant_bits(eps),
-        largest_bits=largest_multiplier(format, eps, bits.dtype_name(x)),
-        rotate_t=rotate,
-    )[len(found) :]
-
-    def parts(codes, scales, tensor_scale):
-        return Quantized(codes, scales, tensor_scale if two_level else None)
-
-    return parts(*made[:3]) if rows else None, parts(*made[3:]) if columns else None
+    given = None if multiplier is None else "multiplier"
+    cast = OperandCast(format if rows else None, format if columns else None, given, keyed, rotate, eps)
+    scale = None if multiplier is None else multiplier.reshape(1)
+    found = _carry_out(calls.quantize_groups(x.shape, bits.dtype_name(x), cast, count), x, words, keys=keys, amax=scale)
+    return _parts(found, cast.row), _parts(found, cast.column, PARTS_T)
 
 
 def multiply_groups(
@@ -343,22 +229,11 @@ def multiply_groups(
     ordered: bool = False,
     bands: bool = False,
 ) -> jax.Array:
-    """Multiplies FP8 codes, or bfloat16, of groups of rows or columns by the library's own kernel; it finds them on the device.
+    """Multiplies (codes, scales) of groups, or bfloat16 where `formats` is None, by the library's own kernel.
 
-    Args:
-        a, b: (codes, scales): [tokens, k], as `quantize_groups` gives them, and [groups, n, k] as they are stored, or with one
-            scale float32 [groups] or [1]. `along_k`: [m, columns] and [n, columns] as `quantize_groups` gives them.
-        formats: of both; None for values in bfloat16, with one scale.
-        ends: int32 [groups], the ends of groups among the rows, whether these are contracted or not.
-        dtype: of the result.
-        bias: [groups, n], added to the sums in fp32; or None. Of groups of rows only.
-        capability: of the device.
-        along_k: contracts each group's rows.
-        fast: whether sums of products with one scale may keep fewer bits.
-        ordered, bands: as for `product`, of b.
-
-    Returns:
-        [tokens, n], of which rows past the last end mean nothing; or [groups, m, n], zeros for groups without rows.
+    a is [tokens, k], b [groups, n, k], the result [tokens, n], of which rows past the last end mean nothing. `along_k`
+    contracts each group's rows: [m, columns] and [n, columns] give [groups, m, n]. bias is [groups, n]; `ordered` and `bands`
+    are as for `product`.
     """
     (m, k), (*_, n, _), groups = a[0].shape, b[0].shape, ends.shape[0]
     shape = (groups, m, n) if along_k else (m, n)
@@ -374,15 +249,4 @@ def multiply_groups(
             *formats, m, n, k, capability=capability, cublas=0, dtype=jnp.dtype(dtype).name, groups=groups, along_k=along_k,
             ordered=in_order, bands=bands, fast=fast,
         )  # fmt: skip
-    out, _ = _call(
-        "product",
-        [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), jax.ShapeDtypeStruct((chosen.workspace,), jnp.uint8)],
-        a[0],
-        b[0],
-        a[1],
-        b[1],
-        ends,
-        _absent(jnp.float32) if bias is None else bias,
-        **dict(zip(_PRODUCT, chosen.numbers, strict=True)),
-    )
-    return out
+    return _multiply(shape, dtype, chosen, a[0], b[0], a[1], b[1], ends=ends, bias=bias)

@@ -23,7 +23,7 @@ from blockfp.definition.recoding import keeps_codes, value_dtype
 from blockfp.definition.rounding import COLUMNWISE, ROWWISE
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
-from blockfp.kernels.format_numbers import cuda_rotates
+from blockfp.kernels.calls import cuda_rotates
 from blockfp.recipes import HIGH_PRECISION, Cast
 
 from ..arrays.array import QuantizedArray

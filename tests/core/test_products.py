@@ -8,7 +8,7 @@ import pytest
 from blockfp.definition.groups import columns_for
 from blockfp.formats import Format
 from blockfp.kernels import products
-from blockfp.kernels.format_numbers import ELEMENTS
+from blockfp.kernels.calls import ELEMENTS
 from blockfp.kernels.product_table import MEASURED
 
 ROWS, SQUARES, TENSOR, GRADIENT = (Format.parse(f"fp8_{name}") for name in ("e4m3_1x128", "e4m3_128x128", "e4m3", "e5m2"))

@@ -13,7 +13,7 @@ from blockfp.torch_backend.custom_ops import cuda
 from blockfp.definition import numerics
 from blockfp.formats import Format
 from blockfp.kernels import cuda_library
-from blockfp.kernels.format_numbers import format_numbers
+from blockfp.kernels.calls import format_numbers
 
 CHUNK = 1 << 27
 

@@ -6,7 +6,7 @@ from samples import DTYPES, KINDS, all_patterns, sample
 
 from blockfp.definition import four_over_six, numerics
 from blockfp.formats import FORMATS, Format
-from blockfp.kernels.format_numbers import format_numbers
+from blockfp.kernels.calls import format_numbers
 
 torch = pytest.importorskip("torch")
 if torch.cuda.is_available():

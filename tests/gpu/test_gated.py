@@ -18,6 +18,7 @@ if torch.cuda.is_available():
     from same_tensors import assert_same
 
     import blockfp.torch as bfp
+    from blockfp.kernels.calls import OperandCast
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 LAYOUTS = ("alone", "apart", "halves", "pairs")
@@ -67,9 +68,8 @@ def test_casts(activation, layout, name):
         for seed, shape in enumerate(SHAPES):
             gate, up = tensors(shape, layout, dtype, seed)
             made = activate(*gate_and_up(gate, up, way(layout)), activation).contiguous()
-            plan = gated_kernels.plan_of(
-                *gate_and_up(gate, up, way(layout)), activation, way(layout), format, format, False, False, False, 0.0
-            )
+            both = OperandCast(format, format)
+            plan = gated_kernels.plan_of(*gate_and_up(gate, up, way(layout)), activation, way(layout), both)
             planned.append(plan is not None)
             for row, column in ((format, format), (format, None), (None, format)):
                 for multiplier in (None, torch.tensor(3.0, device="cuda")) if format.per_tensor else (None,):

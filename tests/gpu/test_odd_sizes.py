@@ -107,7 +107,7 @@ def test_codes_that_begin_anywhere(name):
 def test_nothing_else_is_written(format):
     """Of an odd matrix: outputs lie between guard bands, at any byte, poisoned first."""
     from blockfp.kernels import cuda_library
-    from blockfp.kernels.format_numbers import format_numbers
+    from blockfp.kernels.calls import format_numbers
 
     if format.has_tensor_scale or format.per_row:
         pytest.skip("test_cuda_quantize.py does it, of rows two other functions")

@@ -13,6 +13,7 @@ if torch.cuda.is_available():
     from counted_casts import casts_of
 
     import blockfp.torch as bfp
+    from blockfp.kernels import switch
 
 SHAPES = ((160, 256), (77, 130), (1, 16))
 
@@ -119,7 +120,7 @@ def test_the_backward_frees_the_input_before_the_last_product():
 
 
 def test_plans_are_bounded(monkeypatch):
-    monkeypatch.setattr(quantize_plans, "MOST", 16)
+    monkeypatch.setattr(switch, "MOST", 16)
     for plans in (linear_ops._forwards, linear_ops._backwards, quantize_plans._plans):
         plans.clear()
     layer = bfp.Linear(64, 32, recipe="fp8_current", device="cuda")

@@ -27,8 +27,8 @@ if torch.cuda.is_available():
 
     import blockfp.torch as bfp
     from blockfp.kernels import switch
+    from blockfp.kernels.calls import aligned_parts, format_numbers
     from blockfp.kernels.cuda_library import library
-    from blockfp.kernels.format_numbers import format_numbers
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the route is Hopper's", allow_module_level=True)
@@ -147,7 +147,7 @@ def test_nothing_else_is_written(format):
     format = Format.parse(format)
     for rows, columns in ((130, 200), (256, 384), (31, 65)):
         x = data("gaussian", rows, columns, torch.bfloat16)
-        shapes = [shape for lines in ((rows, columns), (columns, rows)) for shape in cuda_layouts.aligned_shapes(lines)]
+        shapes = [shape for lines in ((rows, columns), (columns, rows)) for shape, _ in aligned_parts(lines)]
         rooms, views = [], []
         for number, shape in enumerate(shapes):
             count = shape[0] * shape[1] * (4 if number % 2 else 1)

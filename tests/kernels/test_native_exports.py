@@ -8,7 +8,7 @@ from same_bits import assert_same_bits
 from blockfp.definition import adamw
 from blockfp.formats import Format
 from blockfp.kernels import native
-from blockfp.kernels.format_numbers import DTYPE_NUMBERS, format_numbers
+from blockfp.kernels.calls import DTYPE_NUMBERS, format_numbers
 
 MX, FP8 = format_numbers(Format.parse("mxint8")), format_numbers(Format.parse("fp8_e4m3"))
 FP32 = DTYPE_NUMBERS["float32"]

@@ -10,9 +10,9 @@ from blockfp.torch_backend.custom_ops.activations import activate, gradients
 from blockfp.definition import alignment, bits, layout, numerics, rotation, rounding, scaling
 from blockfp.definition.numerics import Amax
 from blockfp.formats import E4M3, E5M2, FORMATS, Format
-from blockfp.kernels import format_numbers
+from blockfp.kernels import calls
 
-BY_NUMBERS = {format_numbers.format_numbers(format): format for format in FORMATS}
+BY_NUMBERS = {calls.format_numbers(format): format for format in FORMATS}
 _TENSOR = Format.parse("fp8_e4m3")
 
 
@@ -119,7 +119,7 @@ def quantize(
 ):  # fmt: skip
     format = BY_NUMBERS[element, block_rows, block_columns, rule]
     eps, nominal = float_of(eps_bits), bits.dtype_name(x)
-    assert largest_bits == format_numbers.largest_multiplier(format, eps, nominal)
+    assert largest_bits == calls.largest_multiplier(format, eps, nominal)
     assert not mark or format.has_tensor_scale or recorded is not None
     words = amax_bits(x)
     if recorded is not None:

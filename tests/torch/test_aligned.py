@@ -11,7 +11,7 @@ from blockfp import recipes
 from blockfp.definition import alignment, numerics
 from blockfp.formats import FORMATS, Format
 from blockfp.kernels import switch
-from blockfp.kernels.format_numbers import format_numbers
+from blockfp.kernels.calls import format_numbers
 from blockfp.kernels.routes import route
 
 ELEMENT = {0: "fp8_e4m3_1x128", 1: "fp8_e5m2_1x128"}

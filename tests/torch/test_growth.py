@@ -10,6 +10,7 @@ from torch import nn
 
 import blockfp.torch as bfp
 from blockfp.formats import FORMATS
+from blockfp.kernels import switch
 
 LENGTHS = (1, 16, 5, 128, 33, 130)
 ROUNDS = 4
@@ -65,7 +66,7 @@ def test_lengths_that_come_again_leave_nothing_behind(recipe):
 def test_plans_are_bounded(monkeypatch):
     """However many lengths come: one more than are kept drops all."""
     most = 8
-    monkeypatch.setattr(quantize_plans, "MOST", most)
+    monkeypatch.setattr(switch, "MOST", most)
     # Plans that other tests have left.
     for plans in _plans():
         plans.clear()

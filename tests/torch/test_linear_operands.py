@@ -11,6 +11,7 @@ from linear_reference import SCALES, state_of
 import blockfp.torch as bfp
 from blockfp import recipes
 from blockfp.definition import numerics, rotation, rounding
+from blockfp.kernels import switch
 
 
 @pytest.mark.parametrize("name", recipes.RECIPES)
@@ -74,7 +75,7 @@ def test_opcheck_of_a_layer(name):
 
 def test_plans_are_bounded(monkeypatch):
     """Lengths that never come again leave nothing behind but the newest plans."""
-    monkeypatch.setattr(quantize_plans, "MOST", 8)
+    monkeypatch.setattr(switch, "MOST", 8)
     layer = bfp.Linear(32, 16, recipe="mxfp8")
     caches = [linear_ops._forwards, linear_ops._backwards, quantize_plans._plans, linear._calls]
     for length in range(1, 60):

@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from blockfp.torch_backend.custom_ops import cuda_groups, cuda_layouts, cuda_reader, gated_kernels
+from blockfp.torch_backend.custom_ops import cuda, cuda_groups, cuda_layouts, cuda_reader, gated_kernels
 from blockfp.torch_backend.custom_ops.activations import activate
 
 from blockfp.definition import alignment, groups, numerics
 from blockfp.formats import FORMATS, Format
-from blockfp.kernels.format_numbers import format_numbers
+from blockfp.kernels.calls import OperandCast, aligned_parts, format_numbers
 
 WANTED = ((True, False, (True, False)), (False, True, (False, True)), (True, True, (True, True)), (True, True, (True, False)))
 """Rows, columns, which of them are aligned."""
@@ -22,7 +22,7 @@ def format_of(*numbers):
 def aligned(q, format, columns):
     """Codes and scales as the library's product takes them."""
     made, rows = alignment.align(q.codes, q.scales, format, columns=columns), q.codes.shape[0]
-    codes, scales = (torch.zeros(shape) for shape in cuda_layouts.aligned_shapes((rows, columns)))
+    codes, scales = (torch.zeros(shape) for shape, _ in aligned_parts((rows, columns)))
     codes[:, :columns], scales[:, :rows] = made.codes, made.scales.mT
     return [codes.to(torch.uint8), scales]
 
@@ -80,14 +80,14 @@ class Library:
 @pytest.fixture
 def library(monkeypatch):
     stand_in = Library()
-    for module in (cuda_reader, cuda_groups, cuda_layouts, gated_kernels):
+    for module in (cuda, cuda_reader, cuda_layouts):
         monkeypatch.setattr(module, "library", lambda: stand_in)
     monkeypatch.setattr(cuda_reader, "check_input_on_device", lambda x: None)
     monkeypatch.setattr(gated_kernels, "agrees", lambda *_: True)
     monkeypatch.setattr(gated_kernels, "_takes", lambda *_: True)
-    cuda_layouts._aligned.cache_clear()
+    cuda_layouts._aligner.cache_clear()
     yield stand_in
-    cuda_layouts._aligned.cache_clear()
+    cuda_layouts._aligner.cache_clear()
 
 
 def wanted_parts(x, format, row, column, shifts):
@@ -109,8 +109,7 @@ def assert_same(found, wanted):
 @pytest.mark.parametrize(("row", "column", "shifts"), WANTED)
 def test_one_call_makes_all_directions(library, name, row, column, shifts):
     format, x = Format.parse(name), torch.randn(40, 200).bfloat16()
-    options = {"rotate": False, "eps": 0.0, "given": False, "random": False}
-    run = cuda_reader.reader(x, format, rows=row, columns=column, aligned=shifts, **options)
+    run = cuda_reader.reader(x, OperandCast(format if row else None, format if column else None, aligned=shifts))
     assert_same(run(x, None, None, None), wanted_parts(x, format, row, column, shifts))
     assert library.calls == ["matrix"]
 
@@ -120,7 +119,7 @@ def test_one_call_makes_all_directions(library, name, row, column, shifts):
 def test_of_an_activation(library, row, column, shifts, alone):
     format, gate, up = Format.parse("mxfp6_e3m2"), torch.randn(16, 72).bfloat16(), torch.randn(16, 72).bfloat16()
     up, formats = None if alone else up, [format if wanted else None for wanted in (row, column)]
-    run = gated_kernels.plan_of(gate, up, "silu", "apart", *formats, False, False, False, 0.0, shifts)
+    run = gated_kernels.plan_of(gate, up, "silu", "apart", OperandCast(*formats, aligned=shifts))
     made = activate(gate, up, "silu")
     assert_same(run((gate, up), None, None), wanted_parts(made, format, row, column, shifts))
     assert library.calls == ["activation"]
@@ -138,7 +137,6 @@ def test_of_groups(library, row, column, shifts):
 def test_columns_alone_beside_stored_rows_take_a_pass_of_their_own(library):
     """No product asks for them; the plan gives them."""
     format, x = Format.parse("mxfp8_e4m3"), torch.randn(32, 64)
-    options = {"rotate": False, "eps": 0.0, "given": False, "random": False}
-    run = cuda_reader.reader(x, format, rows=True, columns=True, aligned=(False, True), **options)
+    run = cuda_reader.reader(x, OperandCast(format, format, aligned=(False, True)))
     assert_same(run(x, None, None, None), wanted_parts(x, format, True, True, (False, True)))
     assert library.calls == ["quantize", "align"]

@@ -13,6 +13,7 @@ from held_formats import FORMATS
 import blockfp.torch as bfp
 from blockfp.definition import numerics
 from blockfp.formats import Format
+from blockfp.kernels.calls import OperandCast
 
 ONE_OF_EACH = ("fp8_e4m3", "fp8_e5m2_128x128", "mxfp8_e4m3", "mxfp6_e3m2_32x32", "mxfp4_e2m1", "mxint8_floor", "nvfp4")
 WORDS = torch.tensor([7, 9], dtype=torch.int64)
@@ -154,8 +155,8 @@ def test_the_cuda_kernels_take_tensors_of_one_gpu(monkeypatch):
         words = torch.empty(2, dtype=torch.int32, device="cuda:1")
         cuda.check_beside(first, "x", scales=first, tensor_scale=None)
         monkeypatch.setattr(cuda_reader, "library", lambda: SimpleNamespace(quantize=None))
-        options = {"rotate": False, "eps": 0.0, "random": False}
-        read = cuda_reader.reader(first, Format.parse("fp8_e4m3"), rows=True, columns=False, given=True, **options)
+        form = Format.parse("fp8_e4m3")
+        read, of_amax = (cuda_reader.reader(first, OperandCast(form, None, given)) for given in ("multiplier", "amax"))
         amax, into = numerics.Amax(words, None, None), numerics.Quantized(codes, second, None)
         for name, beside, call in (
             ("scales", "codes", lambda: cuda.dequantize(codes, second, None, "fp8_e4m3_128x128", "float32", columns=4)),
@@ -165,7 +166,7 @@ def test_the_cuda_kernels_take_tensors_of_one_gpu(monkeypatch):
             ("amax.blocks", "x", lambda: cuda.quantize(first, "mxfp8_e4m3", amax=amax)),
             ("out.scales", "x", lambda: cuda.quantize(first, "mxfp8_e4m3", out=into)),
             ("multiplier", "x", lambda: read(first, None, second)),
-            ("amax", "x", lambda: read(first, words)),
+            ("amax", "x", lambda: of_amax(first, words)),
             ("scales", "x", lambda: cuda.encode(first, "fp8_e4m3_128x128", second)),
             ("step", "key", lambda: cuda.gradient_keys(codes, second, 0, -1)),
         ):

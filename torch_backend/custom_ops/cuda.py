@@ -7,32 +7,26 @@ enqueue work on the current stream, wait for nothing, and may be captured in a g
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
-from blockfp.definition import bits, layout, numerics
+from blockfp.definition import numerics
 from blockfp.definition.bits import Array
 from blockfp.definition.checks import check_codes, check_input, check_output_dtype, check_scales, check_square
 from blockfp.definition.numerics import Amax, Origin, Quantized
 from blockfp.definition.rounding import key_words
 from blockfp.formats import Format
-from blockfp.kernels import switch
+from blockfp.kernels import calls, switch
+from blockfp.kernels.calls import PARTS, PARTS_T, Call, OperandCast
 from blockfp.kernels.cuda_library import library
-from blockfp.kernels.format_numbers import format_numbers, largest_multiplier
 
 from .allocation import maker
+from .dtypes import name_of
 
 
 class Both(NamedTuple):
-    """One array quantized along both axes from one read.
-
-    Attributes:
-        row: the rowwise result.
-        column: of the array transposed.
-        amax: fp32 bits of the largest magnitude, int32 [1] (and that of the rotated values, [2]), where the scales needed it.
-    """
+    """One array quantized along both axes; and fp32 bits of its amax, int32 [1], where the scales needed it."""
 
     row: Quantized
     column: Quantized
@@ -48,10 +42,7 @@ def check_input_on_device(x: Array) -> None:
 
 
 def check_beside(x: torch.Tensor, name: str, **others: torch.Tensor | None) -> None:
-    """Raises ValueError where another argument lies on another device than x, which the message calls `name`.
-
-    The kernels run on x's device, and one GPU reads the memory of another wrongly or slowly.
-    """
+    """Raises ValueError where another argument is not on x's device: a GPU reads another's memory wrongly or slowly."""
     device = x.device
     for other, tensor in others.items():
         if tensor is not None and tensor.device != device:
@@ -75,32 +66,26 @@ def key_beside(key: Any, x: Array) -> Any:
     return torch.tensor(words, dtype=torch.int32, device=x.device)
 
 
-def outputs_of(x: Array, shape: tuple[int, ...], format: Format, origin: Origin = (0, 0)) -> tuple[Array, Array]:
-    """Codes and scales of an array of this shape, beside x and not filled."""
-    (codes, _), (scales, dtype) = layout.parts(shape, format, origin)[:2]
-    scale_dtype = torch.float32 if dtype == "float32" else torch.uint8
-    return x.new_empty(codes, dtype=torch.uint8), x.new_empty(scales, dtype=scale_dtype)
+def carry_out(call: Call, *inputs: Any, **given: Array | None) -> dict[str, Any]:
+    """Makes a call of the library, with new arrays beside its first input but for those that are given; returns all of them."""
+    arrays: dict[str, Any] = {}
+    for name, array in call.arrays.items():
+        found = given.get(name)
+        arrays[name] = inputs[0].new_empty(array[0], dtype=getattr(torch, array[1])) if found is None and array else found
+    getattr(library(), call.function)(*inputs, *arrays.values(), *call.numbers.values())
+    return arrays
 
 
-@lru_cache(maxsize=4096)
-def limits(format: Format, eps: float, nominal: str) -> tuple[int, int]:
-    """Returns fp32 bits of eps and of the largest multiplier, as the library takes them."""
-    return bits.constant_bits(eps), largest_multiplier(format, eps, nominal)
+def _parts(arrays: dict[str, Any], names: Sequence[str] = PARTS) -> Quantized:
+    return Quantized(*(arrays[name] for name in names))
 
 
 def amax(x: Array, format: Format | str, *, origin: Origin = (0, 0)) -> Amax:
     """The largest magnitude of each block of x, a torch CUDA tensor of any strides; see `numerics.amax`."""
     check_input_on_device(x)
     format = Format.parse(format)
-    grid = layout.scales_shape(x.shape, format, origin)
-    blocks = x.new_empty(grid, dtype=torch.int32)
-    if format.per_tensor:
-        library().amax(stack_of(x), blocks)
-        return Amax(blocks, None, None)
-    nan = None if format.element.has_nan else x.new_empty(grid, dtype=torch.int32)
-    tensor = x.new_empty((), dtype=torch.int32) if format.scale.two_level else None
-    library().amax_blocks(stack_of(x), blocks, nan, tensor, *format_numbers(format), *origin)
-    return Amax(blocks, nan, tensor)
+    found = carry_out(calls.amax(tuple(x.shape), format, origin), stack_of(x))
+    return Amax(found["out"], None, None) if format.per_tensor else Amax(found["blocks"], found["nan"], found["tensor"])
 
 
 _amax_of = amax  # where an argument has its name
@@ -118,11 +103,7 @@ def quantize(
     amax: Amax | None = None,
     out: Quantized | None = None,
 ) -> Quantized:
-    """Quantizes a torch CUDA tensor; see `numerics.quantize`, whose arguments, bits and errors these are.
-
-    Args:
-        out: contiguous parts of the right shapes on x's device to write to, instead of new ones.
-    """
+    """Quantizes a torch CUDA tensor; see `numerics.quantize`. `out`: contiguous parts on x's device to write to."""
     check_input_on_device(x)
     if amax is not None:
         check_beside(x, "x", **{f"amax.{field}": part for field, part in amax._asdict().items()})
@@ -131,7 +112,8 @@ def quantize(
     format = Format.parse(format)
     if format.scale.four_over_six and not _chooses(x, format, origin, amax):
         return _by_definition(x, format, key, origin, shape, amax, out)
-    return _quantize(x, format, key, eps, nominal, origin, shape, amax, columns=False, rotate=False, out=out).row
+    cast = OperandCast(format, None, None if amax is None else "amax", eps=eps)
+    return _quantize(x, cast, key, nominal, origin, shape, amax, out or Quantized(None, None, None)).row
 
 
 def _chooses(x: Array, format: Format, origin: Origin, amax: Amax | None) -> bool:
@@ -167,91 +149,83 @@ def quantize_both(
     rows: bool = True,
     columns: bool = True,
 ) -> Both:
-    """`quantize` of x and of x transposed, from one read of x.
+    """`quantize` of x and of x transposed, or one of them, from one read of x, whose columns must be adjacent.
 
-    Args:
-        x: torch CUDA tensor with adjacent columns.
-        key: two words for both directions, or an int32 tensor [4] whose second pair is for the transposed one.
-        rotate: the random Hadamard transform before the transposed direction (NVFP4 in blocks of 1x16).
-        rows, columns: False leaves out a direction, whose codes and scales are then None.
-        format, eps, nominal, origin, shape: as for `quantize`.
+    A key of four words has two for each direction. `rotate` is for NVFP4 in blocks of 1x16.
     """
     check_input_on_device(x)
     format = Format.parse(format)
-    return _quantize(x, format, key, eps, nominal, origin, shape, None, columns=columns, rotate=rotate, rows=rows)
+    cast = OperandCast(format if rows else None, format if columns else None, rotate=rotate, eps=eps)
+    return _quantize(x, cast, key, nominal, origin, shape)
 
 
-def _quantize(x, format: Format, key, eps, nominal, origin, shape, given, *, columns, rotate, rows=True, out=None) -> Both:
-    eps_bits, largest = limits(format, eps, nominal or bits.dtype_name(x))
-    key = key_beside(key, x)
-    run, two_level = library(), format.scale.two_level
-    *leading, height, width = x.shape
-    codes = scales = tensor_scale = tensor_scale_t = None
-    if out is not None:
-        codes, scales, tensor_scale = out
-    elif rows:
-        codes, scales = outputs_of(x, (*leading, height, width), format, origin)
-    if two_level and tensor_scale is None:
-        tensor_scale = x.new_empty((), dtype=torch.float32)
-    if two_level and columns:
-        # A rotated direction has a scale of its own.
-        tensor_scale_t = x.new_empty((), dtype=torch.float32)
-    x = stack_of(x)
-    place = (*origin, *(shape or (0, 0)))
+_NOTHING = Quantized(None, None, None)
+
+
+def _quantize(
+    x, cast: OperandCast, key, nominal, origin: Origin, whole, given: Amax | None = None, out: Quantized = _NOTHING
+) -> Both:
+    key, format, (height, width) = key_beside(key, x), cast.format, x.shape[-2:]
+    place = {"origin": tuple(origin), "whole": None if whole is None else tuple(whole)}
     if format.per_row:
-        return quantize_rows(run, x, format, given, key, (codes, scales), eps_bits, largest, place, rows, columns)
+        return quantize_rows(x, cast, key, given, out, nominal=nominal, **place)
     block = format.block or (1, 1)
     phase = (origin[0] % block[0], origin[1] % block[1])
     # Amaxes of whole blocks are those that the kernel finds itself.
-    whole = phase == (0, 0) and height % block[0] == 0 and width % block[1] == 0
+    inside = phase == (0, 0) and height % block[0] == 0 and width % block[1] == 0
     adjacent = width == 1 or x.stride(-1) == 1 or x.numel() == 0
-    if (given is not None and not whole) or (phase[0] | phase[1]) % 8 or not adjacent:
-        if columns:
+    if (given is not None and not inside) or (phase[0] | phase[1]) % 8 or not adjacent:
+        if cast.column is not None:
             raise ValueError(f"origin {origin} or the strides of x can't be quantized along both axes in one read")
         given = given or amax(x, format, origin=origin)
-        _encode(run, x, format, given, key, codes, scales, tensor_scale, eps_bits, largest, place)
-        return Both(Quantized(codes, scales, tensor_scale), Quantized(None, None, None))
-    measure, tensor_amax = False, None
-    if format.per_tensor or two_level:
-        if given is not None:
-            tensor_amax = (given.blocks if format.per_tensor else given.tensor).reshape(1)
-        else:
-            measure, tensor_amax = True, x.new_empty((2,) if rotate else (1,), dtype=torch.int32)
-    codes_t = scales_t = None
-    if columns:
-        codes_t, scales_t = outputs_of(x, (*leading, width, height), format, (origin[1], origin[0]))
-    run.quantize(
-        x, tensor_amax, None, key, codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t, *format_numbers(format),
-        measure, eps_bits, largest, rotate, False, *place,
-    )  # fmt: skip
-    return Both(Quantized(codes, scales, tensor_scale), Quantized(codes_t, scales_t, tensor_scale_t), tensor_amax)
+        return Both(_encode(x, format, given, key, out, eps=cast.eps, nominal=nominal, **place), _NOTHING)
+    whole_amax = given and (given.blocks if format.per_tensor else given.tensor)
+    tensor_amax = None if whole_amax is None else whole_amax.reshape(1)
+    call = calls.quantize(tuple(x.shape), nominal or name_of(x.dtype), cast, mark=False, **place)
+    found = carry_out(call, stack_of(x), amax=tensor_amax, key=key, **out._asdict())
+    return Both(_parts(found), _parts(found, PARTS_T), found["amax"])
 
 
 def quantize_rows(
-    run, x, format: Format, given: Amax | None, key, parts, eps_bits, largest, place, rows: bool, columns: bool
+    x, cast: OperandCast, key, given: Amax | None = None, out: Quantized = _NOTHING, *, origin=(0, 0), whole=None, nominal=None
 ) -> Both:
     """Quantizes with a scale for each row, or for each column, whose amaxes need a pass of their own, and tells the largest."""
-    made, largest_of_all = [], None
-    for number, (wanted, turned) in enumerate(((rows, False), (columns, True))):
-        if not wanted:
-            made.append(Quantized(None, None, None))
+    made, largest_of_all = [_NOTHING, _NOTHING], None
+    for number, format in enumerate((cast.row, cast.column)):
+        if format is None:
             continue
-        values, origin = (x.mT.contiguous(), place[1::-1]) if turned else (x, place[:2])
-        codes, scales = parts if not turned else outputs_of(values, tuple(values.shape), format, origin)
-        own = given or amax(values, format, origin=origin)
+        turn = slice(None, None, -1) if number else slice(None)
+        values, start = (x.mT.contiguous() if number else x), origin[turn]
+        own = given or amax(values, format, origin=start)
         words = key if key is None or key.numel() == 2 else key.view(2, 2)[number].contiguous()
-        whole = place[:1:-1] if turned else place[2:]
-        _encode(run, values, format, own, words, codes, scales, None, eps_bits, largest, (*origin, *whole))
-        made.append(Quantized(codes, scales, None))
+        place = {"origin": start, "whole": whole and whole[turn]}
+        made[number] = _encode(values, format, own, words, _NOTHING if number else out, eps=cast.eps, nominal=nominal, **place)
         if largest_of_all is None and own.blocks.numel():
             largest_of_all = own.blocks.amax().view(1)
-    row, column = made
-    return Both(row, column, largest_of_all)
+    return Both(made[0], made[1], largest_of_all)
 
 
-def _encode(run, x, format: Format, given: Amax, key, codes, scales, tensor_scale, eps_bits, largest, place) -> None:
-    blocks, nan, tensor = (None if part is None else part.contiguous() for part in given[:3])
-    run.encode(x, blocks, nan, tensor, key, codes, scales, tensor_scale, *format_numbers(format), eps_bits, largest, *place)
+def _encode(
+    x,
+    format: Format,
+    given: Amax | None,
+    key,
+    out: Quantized,
+    function="encode",
+    *,
+    nominal=None,
+    eps=0.0,
+    origin,
+    whole,
+    **kept,
+) -> Quantized:
+    """Quantizes by amaxes of the blocks; without them by the scales in `out`."""
+    call = calls.encode(
+        function, tuple(x.shape), nominal or name_of(x.dtype), format, eps, tuple(origin), whole and tuple(whole)
+    )
+    blocks, nan, tensor = (None if part is None else part.contiguous() for part in (given or (None,) * 3)[:3])
+    amaxes = {"blocks": blocks, "nan": nan, "amax": tensor}
+    return _parts(carry_out(call, stack_of(x), key=key, **amaxes, **out._asdict(), **kept))
 
 
 def encode(
@@ -269,12 +243,8 @@ def encode(
     check_beside(x, "x", scales=scales, tensor_scale=tensor_scale)
     format = Format.parse(format)
     check_scales(scales, tensor_scale, x.shape, format, origin)
-    codes = x.new_empty(layout.codes_shape(x.shape, format), dtype=torch.uint8)
-    library().encode(
-        stack_of(x), None, None, None, key_beside(key, x), codes, scales.contiguous(), tensor_scale,
-        *format_numbers(format), 0, 0, *origin, *(shape or (0, 0)),
-    )  # fmt: skip
-    return codes
+    there = Quantized(None, scales.contiguous(), tensor_scale)
+    return _encode(x, format, None, key_beside(key, x), there, origin=origin, whole=shape).codes
 
 
 def requantize(
@@ -296,16 +266,9 @@ def requantize(
     if amax is None:
         amax = _amax_of(x, format, origin=origin)
     check_beside(x, "x", **{f"amax.{field}": part for field, part in amax._asdict().items()})
-    codes = x.new_empty(layout.codes_shape(x.shape, format), dtype=torch.uint8)
-    new = Quantized(
-        codes, scales.clone(memory_format=torch.contiguous_format), None if tensor_scale is None else tensor_scale.clone()
-    )
-    blocks, nan, tensor = (None if part is None else part.contiguous() for part in amax[:3])
-    library().requantize(
-        stack_of(x), blocks, nan, tensor, key_beside(key, x), *new, tensor_scale, *format_numbers(format), *origin,
-        *(shape or (0, 0)),
-    )  # fmt: skip
-    return new
+    kept = scales.clone(memory_format=torch.contiguous_format), None if tensor_scale is None else tensor_scale.clone()
+    options = {"origin": origin, "whole": shape, "kept_tensor_scale": tensor_scale}
+    return _encode(x, format, amax, key_beside(key, x), Quantized(None, *kept), "requantize", **options)
 
 
 def dequantize(
@@ -325,77 +288,53 @@ def dequantize(
     shape = (*codes.shape[:-1], columns)
     check_codes(codes, columns, format)
     check_scales(scales, tensor_scale, shape, format, origin)
-    out = codes.new_empty(shape, dtype=getattr(torch, dtype))
-    library().dequantize(codes.contiguous(), scales.contiguous(), tensor_scale, out, *format_numbers(format), *origin)
-    return out
+    call = calls.dequantize(shape, dtype, format, tuple(origin))
+    return carry_out(call, codes.contiguous(), scales.contiguous(), tensor_scale=tensor_scale)["out"]
 
 
 def transpose(codes: Array, scales: Array, format: Format | str, *, columns: int) -> tuple[Array, Array]:
     """Codes and scales of the transposed matrix; see `numerics.transpose`."""
-    format = Format.parse(format)
-    out, turned = turned_parts((codes, scales), format, columns)
-    return out, scales.mT if turned is scales else turned
-
-
-def turned_parts(parts: Sequence[Array], format: Format, columns: int) -> tuple[Array, Array]:
-    """As `transpose`, of [codes, scales, ..]; one scale for the whole tensor comes back itself."""
-    codes, scales = parts[0], parts[1]
-    key = (format, codes.shape, codes.dtype, codes.device, scales.shape, scales.dtype, scales.device, columns)
-    turn = _turns.get(key)
-    if turn is None:
-        if len(_turns) >= _MOST_TURNS:
-            _turns.clear()
-        turn = _turns[key] = turner(parts, format, columns)
-    return turn(parts)
+    codes, turned = turner((codes, scales), Format.parse(format), columns)((codes, scales))
+    return codes, scales.mT if turned is scales else turned
 
 
 def turner(parts: Sequence[Array], format: Format, columns: int) -> Callable[[Sequence[Array]], tuple[Array, Array]]:
-    """Plans `turned_parts` of parts that lie as these do."""
+    """Plans `transpose` of [codes, scales, ..] that lie as these do; one scale for the whole tensor comes back itself."""
     codes, scales = parts[0], parts[1]
     check_beside(codes, "codes", scales=scales)
+    return _turner(codes.shape, codes.dtype, codes.device, scales.shape, scales.dtype, format, columns)
+
+
+@switch.memo
+def _turner(codes, dtype, device, grid, scale_dtype, format, columns) -> Callable[[Sequence[Array]], tuple[Array, Array]]:
     check_square(format)
-    check_codes(codes, columns, format)
-    leading, rows = tuple(codes.shape[:-2]), codes.shape[-2]
-    new = maker((*leading, *layout.codes_shape((columns, rows), format)), codes.dtype, codes.device)
-    *groups, down, across = scales.shape
-    new_scales = maker((*groups, across, down), scales.dtype, scales.device)
-    run, size, size_of_scales = library().transpose, format.element.bits, 32 if format.scale.dtype == "float32" else 8
-    whole = format.per_tensor
+    check_codes(torch.empty(codes, dtype=dtype, device="meta"), columns, format)
+    call = calls.transpose((*codes[:-1], columns), format)
+    out, grid_out = call.arrays["out"], (*grid[:-2], grid[-1], grid[-2])
+    assert out is not None
+    new, new_scales = maker(out[0], dtype, device), maker(grid_out, scale_dtype, device)
+    run, numbers, whole = library().transpose, tuple(call.numbers.values()), format.per_tensor
+    numbers_of_scales = (32 if format.scale.dtype == "float32" else 8, *grid[-2:])
 
     def turn(parts: Sequence[Array]) -> tuple[Array, Array]:
-        out, scales = new(), parts[1]
-        run(parts[0].contiguous(), out, size, rows, columns)
+        codes, scales = new(), parts[1]
+        run(parts[0].contiguous(), codes, *numbers)
         if whole:
-            return out, scales
+            return codes, scales
         turned = new_scales()
-        run(scales.contiguous(), turned, size_of_scales, down, across)
-        return out, turned
+        run(scales.contiguous(), turned, *numbers_of_scales)
+        return codes, turned
 
     return turn
-
-
-_turns: dict[Any, Callable[[Sequence[Array]], tuple[Array, Array]]] = {}
-"""Plans of `turned_parts`, made once for tensors of a kind."""
-switch.when_turned(_turns.clear)
-
-_MOST_TURNS = 4096
 
 
 def gradient_keys(
     key: Array, step: Array | None, rank: int, groups: int, *, advance: bool = False, single: bool = False
 ) -> Array:
-    """`fold_in` of a key and, one after another, the step, the rank, 0 or 1 for the direction, and the group.
+    """Folds the step, the rank (unless negative), each direction and each of `groups` (unless negative) into a key.
 
-    Args:
-        key: int32 or int64 [2] on a CUDA device.
-        step: int64 of one element beside it, or None.
-        rank: negative where none is folded in.
-        groups: how many; negative for a layer without groups.
-        advance: raises the step by one afterwards, in the same launch.
-        single: leaves out the axis of groups, of a layer without.
-
-    Returns:
-        int32 [groups or 1, 2, 2]; [2, 2] of a single one.
+    The key is int32 or int64 [2], the result int32 [groups or 1, 2, 2]; [2, 2] of a `single` one. `advance` raises the step
+    afterwards, in the same launch.
     """
     if step is not None and step.device != key.device:
         check_beside(key, "key", step=step)

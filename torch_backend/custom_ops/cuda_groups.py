@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from blockfp.definition import bits
-from blockfp.definition.groups import columns_for, shapes, words_for
+from blockfp.definition.groups import columns_for, words_for
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
+from blockfp.kernels import calls
+from blockfp.kernels.calls import NEITHER, OperandCast, Pair
 from blockfp.kernels.cuda_library import library
-from blockfp.kernels.format_numbers import format_numbers
 
-from .cuda import check_beside, limits
-from .cuda_layouts import align, empty_aligned
-from .quantize_plans import NEITHER, Aligned
+from .cuda import carry_out, check_beside
+from .cuda_layouts import align
+from .dtypes import name_of
 
 
 class GroupedParts(NamedTuple):
@@ -29,15 +28,7 @@ class GroupedParts(NamedTuple):
 
 
 def group_rows(ends: Tensor, tokens: int) -> Tensor:
-    """Finds where groups lie.
-
-    Args:
-        ends: int32 [groups] on a CUDA device.
-        tokens: rows of x.
-
-    Returns:
-        int32, as the CUDA library lays it out: the ends, their counterparts along the columns, a table of tiles.
-    """
+    """Finds where groups lie: int32 words for the other functions, of ends, int32 [groups], and the number of rows of x."""
     words = ends.new_empty(words_for(tokens, ends.shape[0]))
     library().group_rows(ends.contiguous(), words, tokens)
     return words
@@ -56,23 +47,12 @@ def quantize_groups(
     rotate: bool = False,
     eps: float = 0.0,
     multiplier: Tensor | None = None,
-    aligned: Aligned = NEITHER,
+    aligned: Pair = NEITHER,
 ) -> GroupedParts:
-    """Quantizes groups of rows along the rows, the columns, or both; see `definition.groups`, whose bits these are.
+    """Quantizes groups of rows of x [tokens, features] along one axis or both; see `definition.groups`.
 
-    Scales of a group that holds an Inf are NaN, so that its products are.
-
-    Args:
-        x: [tokens, features] on a CUDA device.
-        words: of `group_rows`.
-        groups: how many.
-        row, column: formats; from one read of x if they are the same.
-        keys: int32 [groups, 2, 2], of stochastic rounding.
-        row_keyed, column_keyed: the directions that round so.
-        rotate: the random Hadamard transform before the columnwise direction.
-        eps: as for `numerics.quantize`, of formats where it has a meaning.
-        multiplier: float32 of one element, instead of amaxes: delayed scaling.
-        aligned: which directions of MX come aligned (`cuda_layouts.align`), as the products of groups take them.
+    Scales of a group that holds an Inf are NaN. `words` are of `group_rows`, keys int32 [groups, 2, 2]; a multiplier, float32
+    of one element, stands for the amaxes.
     """
     check_beside(x, "x", words=words, keys=keys, multiplier=multiplier)
     x = (x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()).resolve_neg()
@@ -83,57 +63,23 @@ def quantize_groups(
             x, words, groups, None, column, column_keyed=column_keyed, rotate=rotate, aligned=aligned, **own
         )
         return GroupedParts(first.row, second.column, first.amaxes)
-    format = row or column
-    assert format is not None
-    wanted = (row is not None and aligned[0], column is not None and aligned[1])
-    if any(wanted) and wanted[0] == (row is not None) and not (row_keyed or column_keyed or rotate) and x.numel():
-        return _aligned(x, words, groups, format, wanted[0], None if column is None else wanted[1])
-    by_row, by_column = (_empty(x, groups, one, columnwise) for one, columnwise in ((row, False), (column, True)))
-    amaxes = overflows = recorded = None
-    if multiplier is not None:
-        amaxes, recorded = multiplier.reshape(1), x.new_empty(groups, dtype=torch.int32)
-    elif format.has_tensor_scale:
-        amaxes = x.new_empty((groups, 2) if rotate else (groups,), dtype=torch.int32)
-    else:
-        overflows = x.new_empty(groups, dtype=torch.int32)
-    scale = scale_t = None
-    if format.scale.two_level:
-        scale, scale_t = (x.new_empty(groups, dtype=torch.float32) if one is None else one[2] for one in (by_row, by_column))
-    eps_bits, largest = limits(format, eps_for(format, eps), bits.dtype_name(x))
-    library().quantize_groups(
-        x.detach(), words, keys, amaxes, recorded, overflows, *(by_row or (None, None))[:2], scale,
-        *(by_column or (None, None))[:2], scale_t, groups, row_keyed, column_keyed, *format_numbers(format),
-        multiplier is None, eps_bits, largest, rotate,
-    )  # fmt: skip
-    if by_row is not None and aligned[0]:
-        by_row = list(align(by_row[0], by_row[1], format, columns=x.shape[1]))
-    if by_column is not None and aligned[1]:
-        by_column = list(align(by_column[0], by_column[1], format, columns=columns_for(x.shape[0], groups)))
-    return GroupedParts(by_row, by_column, recorded)
+    given = None if multiplier is None else "multiplier"
+    cast = OperandCast(row, column, given, (row_keyed, column_keyed), rotate, eps, aligned)
+    cast = cast._replace(eps=eps_for(cast.format, eps))
+    call = calls.quantize_groups(tuple(x.shape), name_of(x.dtype), cast, groups)
+    scale = None if multiplier is None else multiplier.reshape(1)
+    found = carry_out(call, x.detach(), words, keys=keys, amax=scale)
 
+    def direction(format: Format | None, suffix: str, length: int, wanted: bool) -> list[Tensor] | None:
+        if format is None:
+            return None
+        parts = [found[name] for name in (f"{each}{suffix}" for each in calls.PARTS) if found.get(name) is not None]
+        if wanted and call.function == "quantize_groups":
+            return list(align(parts[0], parts[1], format, columns=length))
+        return parts or [found["stored_t"], found["stored_scales_t"]]
 
-def _aligned(x: Tensor, words: Tensor, groups: int, format: Format, row: bool, column: bool | None) -> GroupedParts:
-    """Quantizes straight to aligned codes, rows and columns that are wanted; `column` False: columns to those of the format."""
-    stored = _empty(x, groups, format, True) if column is False else None
-    by_row = empty_aligned(x, x.shape) if row else None
-    by_column = empty_aligned(x, (x.shape[1], columns_for(x.shape[0], groups))) if column else None
-    overflows, nothing = x.new_empty(groups, dtype=torch.int32), (None, None)
-    library().quantize_groups_aligned(
-        x.detach(), words, overflows, *(by_row or nothing), *(by_column or nothing), *(stored or nothing), groups,
-        *format_numbers(format),
-    )  # fmt: skip
-    return GroupedParts(by_row, by_column or stored, None)
-
-
-def _empty(x: Tensor, groups: int, format: Format | None, columnwise: bool) -> list[Tensor] | None:
-    if format is None:
-        return None
-    return [x.new_empty(shape, dtype=dtype) for shape, dtype in _parts_of(x.shape, groups, format, columnwise)]
-
-
-@lru_cache(maxsize=4096)
-def _parts_of(shape: torch.Size, groups: int, format: Format, columnwise: bool) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    return [(part, getattr(torch, dtype)) for part, dtype in shapes(shape, groups, format, columnwise=columnwise)]
+    by_row = direction(row, "", x.shape[1], aligned[0])
+    return GroupedParts(by_row, direction(column, "_t", columns_for(x.shape[0], groups), aligned[1]), found.get("recorded"))
 
 
 def sum_groups(x: Tensor, words: Tensor, groups: int) -> Tensor:
@@ -145,13 +91,6 @@ def sum_groups(x: Tensor, words: Tensor, groups: int) -> Tensor:
 
 
 def clear_groups(words: Tensor, groups: int, rows: Tensor | None = None, matrices: Tensor | None = None) -> None:
-    """Writes zeros where no group has anything.
-
-    Args:
-        words: of `group_rows`.
-        groups: how many.
-        rows: [tokens, ..], whose rows past the last end become zero.
-        matrices: [groups, ..], of which those of groups without rows do.
-    """
+    """Writes zeros to the rows [tokens, ..] past the last end, and to the matrices [groups, ..] of empty groups."""
     check_beside(words, "words", rows=rows, matrices=matrices)
     library().clear_groups(words, rows, matrices, groups)

@@ -11,20 +11,16 @@ from torch import Tensor
 from blockfp.definition import numerics
 from blockfp.definition.checks import check_codes, check_output_dtype, check_scales
 from blockfp.formats import Format
-from blockfp.kernels import native, switch
-from blockfp.kernels.format_numbers import DTYPE_NUMBERS, format_numbers
+from blockfp.kernels import calls, native, switch
 
 from . import cuda
 from .allocation import maker
 from .dtypes import name_of
 from .kernels import kernels_for
-from .quantize_plans import kept
 
 Run = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
-# A dictionary: compiled code calls no cache of functools.
-_plans: dict[Any, Run] = {}
-switch.when_turned(_plans.clear)
+_plans: dict[Any, Run] = switch.plans()
 
 
 def dequantize_parts(
@@ -36,26 +32,19 @@ def dequantize_parts(
     *,
     factored: bool = False,
 ) -> Tensor:
-    """Does what the op `dequantize` does, outside of a graph, for codes, scales and maybe tensor scale.
-
-    `factored` takes 1 for the scale of the whole tensor, of formats that have one beside those of blocks.
-    """
+    """Carries out the op `dequantize`; `factored` takes 1 for the scale of the whole tensor beside those of blocks."""
     codes, scales = parts[0], parts[1]
     tensor_scale = parts[2] if len(parts) > 2 else None
     key = (codes.shape, codes.dtype, codes.device, scales.shape, scales.dtype, scales.device)
     key = (*key, None if tensor_scale is None else tensor_scale.device, format, dtype, columns, origin)
     run = _plans.get(key)
     if run is None:
-        run = kept(_plans, key, plan_of(parts, format, dtype, columns, origin))
+        run = switch.kept(_plans, key, plan_of(parts, format, dtype, columns, origin))
     return run(codes, scales, None if factored else tensor_scale)
 
 
 def plan_of(parts: Sequence[Tensor], format: Format, dtype: torch.dtype, columns: int, origin: tuple[int, int] = (0, 0)) -> Run:
-    """Plans to dequantize tensors that lie as these parts do.
-
-    Returns:
-        A function of codes, scales and the tensor scale, or None for 1. It doesn't look at them again.
-    """
+    """Plans to dequantize tensors that lie as these parts do: a function of codes, scales and tensor scale, or None for 1."""
     codes, scales = parts[0], parts[1]
     tensor_scale = parts[2] if len(parts) > 2 else None
     name, shape = name_of(dtype), (*codes.shape[:-1], columns)
@@ -65,7 +54,8 @@ def plan_of(parts: Sequence[Tensor], format: Format, dtype: torch.dtype, columns
     check_output_dtype(name)
     check_codes(codes, columns, format)
     check_scales(scales, tensor_scale, shape, format, origin)
-    numbers, device = (*format_numbers(format), *origin), codes.device
+    function, device = "dequantize" if kernels is cuda else "cpu.dequantize", codes.device
+    numbers = tuple(calls.dequantize(shape, name, format, origin, function).numbers.values())
 
     def on_the_device(codes: Tensor, scales: Tensor, tensor_scale: Tensor | None) -> Tensor:
         out = new()
@@ -79,7 +69,7 @@ def plan_of(parts: Sequence[Tensor], format: Format, dtype: torch.dtype, columns
         # In a program of torch.export it may look as if it had a gradient, of which float() warns.
         scale = tensor_scale.detach() if tensor_scale is not None and tensor_scale.requires_grad else tensor_scale
         factor = 1.0 if scale is None else float(scale)
-        dequantize(codes.contiguous(), scales, factor, out, DTYPE_NUMBERS[name], *numbers)
+        dequantize(codes.contiguous(), scales, factor, out, *numbers)
         return out
 
     def by_the_definition(codes: Tensor, scales: Tensor, tensor_scale: Tensor | None) -> Tensor:

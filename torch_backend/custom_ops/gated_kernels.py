@@ -7,22 +7,18 @@ once per device: kernels and the installed PyTorch compute all values of a gate,
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from blockfp.formats import Format
+from blockfp.kernels.calls import OperandCast
 from blockfp.kernels.cuda_library import library
-from blockfp.kernels.format_numbers import format_numbers
 
-from . import cuda, made_casts
+from . import cuda
 from .activations import activate, gradients
-from .cuda_layouts import align_plans, aligned_behind, aligned_shapes
+from .cuda_reader import Read, made_reader
 from .kernels import kernels_for
-from .made_casts import MadeRun, measures
-from .quantize_plans import NEITHER, Aligned
 
 NUMBERS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 """Activation numbers of the library."""
@@ -31,75 +27,17 @@ _agreed: dict[Any, bool] = {}
 """Whether the kernels match PyTorch, by device, dtype, activation and presence of an up."""
 
 
-def plan_of(
-    gate: Tensor,
-    up: Tensor | None,
-    activation: str,
-    layout: str,
-    row: Format | None,
-    column: Format | None,
-    knows_amax: bool,
-    multiplied: bool,
-    rotate: bool,
-    eps: float,
-    aligned: Aligned = NEITHER,
-) -> MadeRun | None:
-    """Plans the cast of an activation's output for gates and ups of this layout; None if the kernels can't run it.
-
-    gate and up are examples, [rows, columns]. `activation` and `layout` are as in `activations`, the other arguments as for
-    `made_casts.plan_of`. `aligned` says which directions to align. The plan takes gate and up.
-    """
-    # Without an up, a separate activation kernel costs no more reads than measuring the amax first.
-    if not _takes(gate, up, layout == "pairs") or (up is None and measures(row or column, knows_amax, multiplied)):
+def plan_of(gate: Tensor, up: Tensor | None, activation: str, layout: str, cast: OperandCast) -> Read | None:
+    """Plans the cast of what an activation makes of gates and ups that lie as these do; None where no kernel takes them."""
+    # A gate alone is activated as fast as it is read for an amax: two kernels read no more than one after the other.
+    if not _takes(gate, up, layout == "pairs") or (up is None and cast.measures):
         return None
-    direct = _aligned_plan(gate, up, activation, row, column, aligned, rotate) if any(aligned) else None
-    if direct is not None:
-        return direct
-    known = (knows_amax, multiplied, rotate, eps)
-    run = made_casts.plan_of(library().quantize_gated, (NUMBERS[activation],), gate, row, column, *known)
-    if run is None or not agrees(gate, activation, up is not None):
-        return None
-    return aligned_behind(run, align_plans(gate.shape, row, column, aligned)) if any(aligned) else run
-
-
-def _aligned_plan(
-    gate: Tensor,
-    up: Tensor | None,
-    activation: str,
-    row: Format | None,
-    column: Format | None,
-    aligned: Aligned,
-    rotate: bool,
-) -> MadeRun | None:
-    """Like `plan_of`, for MX operands that one kernel casts and aligns; None if it can't produce the requested directions."""
-    format, (rows, columns) = row or column, gate.shape
-    assert format is not None
-    if (row is not None and column is not None and row is not column) or not made_casts.known(format):
-        return None
-    if aligned != (row is not None, column is not None) or rotate or rows % 8 or not agrees(gate, activation, up is not None):
-        return None
-    device, run, empty = gate.device, library().quantize_gated_aligned, torch.empty
-    shapes = [(rows, columns) if aligned[0] else None, (columns, rows) if aligned[1] else None]
-    places = [one for shape in shapes for one in ((None, None) if shape is None else aligned_shapes(shape))]
-    numbers = (NUMBERS[activation], *format_numbers(format))
-
-    def quantize(inputs: Sequence[Tensor | None], amax: Tensor | None, multiplier: Tensor | None) -> list[Tensor]:
-        made = [
-            None if shape is None else empty(shape, dtype=torch.float32 if place % 2 else torch.uint8, device=device)
-            for place, shape in enumerate(places)
-        ]
-        recorded = empty(1, dtype=torch.int32, device=device)
-        run(*inputs, recorded, *made, *numbers)
-        return [part for part in made if part is not None]
-
-    return quantize
+    run = made_reader(gate, cast, "quantize_gated", NUMBERS[activation])
+    return run if run is not None and agrees(gate, activation, up is not None) else None
 
 
 def lies_aligned(gate: Tensor, up: Tensor | None) -> bool:
-    """Returns whether gate and up begin at multiples of 16 bytes and aren't negated (torch's negative bit); ask on every call.
-
-    Of pairs, pass the gate only.
-    """
+    """Says whether gate and up begin on multiples of 16 bytes, and hold their own values (torch's negative bit)."""
     return all(one is None or not (one.data_ptr() % 16 or one.is_neg()) for one in (gate, up))
 
 

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from blockfp.formats import Format
 from blockfp.kernels import switch
+from blockfp.kernels.calls import NEITHER, OperandCast, Pair
 
 from . import gated_kernels
 from .activations import activate, gate_and_up, gradients, joined
 from .kernels import kernels_for
 from .library import define, fake, impl
 from .operand_ops import empty_directions
-from .quantize_plans import NEITHER, Aligned, kept, quantize_matrix
+from .quantize_plans import of_format, quantize_matrix
 
 quantize_op = define(
     "quantize_gated(Tensor gate, Tensor? up, str activation, str layout, str? row, str? column, Tensor? amax=None, "
@@ -31,9 +32,7 @@ quantize_op = define(
 )
 gradient_op = define("gated_gradient(Tensor gradient, Tensor gate, Tensor? up, str activation, str layout) -> Tensor[]")
 
-# A dictionary: compiled code calls no cache of functools.
-_plans: dict[Any, Any] = {}
-switch.when_turned(_plans.clear)
+_plans: dict[Any, Any] = switch.plans()
 
 
 def quantize_gated(
@@ -47,27 +46,20 @@ def quantize_gated(
     multiplier: Tensor | None,
     rotate: bool,
     eps: float,
-    aligned: Aligned = NEITHER,
+    aligned: Pair = NEITHER,
 ) -> list[Tensor]:
-    """Does what the op `quantize_gated` does, outside of a graph.
-
-    Args:
-        gate, up, activation, layout: see `activations`; [rows, columns].
-        row, column: the format, or None for a direction that isn't wanted.
-        amax: int32 [1], of what the activation makes, where the format has one scale per tensor and it is known.
-        multiplier: float32 of one element, instead of an amax: delayed scaling.
-        rotate, eps, aligned: as for `quantize_operand`.
-    """
+    """Carries out the op `quantize_gated`; arguments as for `activations` and `operand_ops.quantize_operand`."""
     gate, up = gate_and_up(gate, up, layout)
     where = None if up is None else (up.stride(), up.storage_offset() - gate.storage_offset())
     key = (id(row), id(column), activation, layout, gate.shape, gate.stride(), where, gate.dtype, gate.device)
     key = (*key, amax is None, multiplier is None, rotate, eps, aligned)
     run = _plans.get(key, key)
     if run is key:
-        known = (amax is not None, multiplier is not None)
-        run = gated_kernels.plan_of(gate, up, activation, layout, row, column, *known, rotate, eps, aligned)
+        given = "multiplier" if multiplier is not None else None if amax is None else "amax"
+        cast = of_format(OperandCast(row, column, given, rotate=rotate, eps=eps, aligned=aligned))
+        run = gated_kernels.plan_of(gate, up, activation, layout, cast)
         if not (gate.is_cuda and torch.cuda.is_current_stream_capturing()):
-            kept(_plans, key, run)
+            switch.kept(_plans, key, run)
     if run is not None and gated_kernels.lies_aligned(gate, None if layout == "pairs" else up):
         return run((gate.detach(), None if up is None else up.detach()), amax, multiplier)
     made, format = activate(gate, up, activation), row or column

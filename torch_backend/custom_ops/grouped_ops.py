@@ -28,7 +28,7 @@ from blockfp.definition import groups
 from blockfp.definition.numerics import Quantized
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
-from blockfp.kernels.format_numbers import cuda_rotates
+from blockfp.kernels.calls import cuda_rotates
 from blockfp.kernels.once import once
 from blockfp.recipes import HIGH_PRECISION, Cast
 

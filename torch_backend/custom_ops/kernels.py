@@ -29,9 +29,8 @@ def kernels_for(x: Tensor) -> Any:
     return found
 
 
-_kernels: dict[torch.device, Any] = {}
-"""Results of `kernels_for` by device."""
-switch.when_turned(_kernels.clear)
+_kernels: dict[torch.device, Any] = switch.plans()
+"""What `kernels_for` found for each device."""
 
 
 def transpose(codes: Tensor, scales: Tensor, format: Format, *, columns: int) -> tuple[Tensor, Tensor]:

@@ -57,18 +57,10 @@ def quantize_operand(
     eps: float,
     aligned: Aligned = NEITHER,
 ) -> Directions:
-    """Quantizes a matrix along its rows, its columns, or both.
+    """Quantizes a matrix along its rows, its columns, or both; the arguments are those of `OperandCast`.
 
-    Args:
-        x: [rows, columns], float32, float16 or bfloat16.
-        row, column: formats, or None.
-        amax: int32 [1], fp32 bits of the largest magnitude, if known; formats with one scale per tensor derive it from this.
-        multiplier: float32 [1], delayed scaling's, instead of an amax. The amax of x is then returned.
-        row_key, column_key: int32 [2] each, for stochastic rounding.
-        rotate: applies the random Hadamard transform before the columnwise direction.
-        eps: lower bound of amaxes, as for `numerics.quantize`, in formats that have one. No default: with `dynamic=True`,
-            compilers treat numbers that aren't in the calling code as symbolic, which no layer's op accepts.
-        aligned: directions to align, for products that take aligned operands (`products.comes_aligned`).
+    An amax (int32 [1]) makes the scale of formats with one per tensor; with a multiplier (float32 of one element) the amax of x
+    is returned. Keys are int32 [2]. eps has no default: compilers may leave a number open that isn't in the code.
     """
     names = [None if format is None else format.name for format in (row, column)]
     parts = _op(x, *names, amax, multiplier, row_key, column_key, rotate, eps, *aligned)

@@ -38,7 +38,6 @@ from .dequantize_plans import plan_of
 from .dtypes import name_of
 from .library import define, fake, impl
 from .matrix import Matrix
-from .quantize_plans import kept
 
 product = define(
     "product(Tensor[] a, str? a_format, Tensor[] b, str? b_format, SymInt n, SymInt k, Tensor? bias, ScalarType dtype, "
@@ -151,9 +150,7 @@ def _flops(a, a_format, b, b_format, n, k, *_, out_shape, **__) -> int:
 Product = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor | None], Tensor]
 """(a's parts, b's parts, bias or None) -> a @ b^T + bias, for operands of one kind."""
 
-# A dictionary, since compiled code can't call functools' caches.
-_products: dict[Any, Product] = {}
-switch.when_turned(_products.clear)
+_products: dict[Any, Product] = switch.plans()
 
 
 def multiply_parts(
@@ -175,7 +172,7 @@ def multiply_parts(
     key = (*key, a.format, a.origin, a.aligned, b.format, b.origin, b.transposed, b.aligned)
     run = _products.get(key)
     if run is None:
-        run = kept(_products, key, product_of(a, b, n, k, added, dtype, fast_accum, exact))
+        run = switch.kept(_products, key, product_of(a, b, n, k, added, dtype, fast_accum, exact))
     return run(a.parts, b.parts, bias)
 
 
@@ -207,7 +204,7 @@ def product_of(
     width, options = k, {"fast": fast_accum}
     aligned = chosen.mode == "aligned"
     if aligned:
-        formats, width = tuple(map(alignment.aligned_format, formats)), cuda_layouts.aligned_columns(k)
+        formats, width = tuple(map(alignment.aligned_format, formats)), -(-k // 16) * 16
         options = {"ordered": (True, True), "bands": b_format.square}
     run = on_codes(device, *formats, m, n, width, dtype, bias, **options)
     if not aligned and not transposed:
@@ -319,7 +316,7 @@ def _turned(b: Matrix, n: int) -> Matrix:
     return b._replace(parts=[codes.contiguous(), scales.contiguous(), *tensor_scale], transposed=False)
 
 
-@lru_cache(maxsize=4096)
+@switch.memo
 def on_codes(
     device: torch.device,
     a: Format,
@@ -376,6 +373,3 @@ def on_codes(
         return out if bias is None or adds_bias else (out + bias).to(dtype)
 
     return run
-
-
-switch.when_turned(on_codes.cache_clear)

@@ -13,18 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockfp.definition import layout, numerics, rotation
-from blockfp.definition.bits import constant_bits, dtype_name
+from blockfp.definition import numerics, rotation
 from blockfp.definition.checks import check_input
 from blockfp.definition.numerics import Amax, Quantized
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
-from blockfp.kernels import native, switch
-from blockfp.kernels.format_numbers import DTYPE_NUMBERS, cuda_rotates, format_numbers, largest_multiplier
+from blockfp.kernels import calls, native, switch
+from blockfp.kernels.calls import NEITHER, OperandCast, cuda_rotates
+from blockfp.kernels.calls import Pair as Aligned
+from blockfp.kernels.switch import kept
 
 from . import cuda, kernels
+from .allocation import torch_dtype
 from .cuda_layouts import align_plans, aligned_behind
 from .cuda_reader import reader
+from .dtypes import name_of
 from .kernels import kernels_for
 from .overflow import mark, marker
 
@@ -34,26 +37,7 @@ Run = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], list[Tenso
 amax is int32 [1], multiplier float32 of one element, keys int32 [2, 2], rowwise and columnwise.
 """
 
-Aligned = tuple[bool, bool]
-"""Whether each direction, rowwise and columnwise, comes aligned: as `cuda_layouts.align` would make its parts."""
-
-NEITHER: Aligned = (False, False)
-
-MOST = 4096
-"""Plans that are kept. One more drops all: lengths that never come again must not fill the memory."""
-
-
-def kept(plans: dict[Any, Any], key: Any, plan: Any) -> Any:
-    """Keeps a new plan among at most `MOST`, and returns it."""
-    if len(plans) >= MOST:
-        plans.clear()
-    plans[key] = plan
-    return plan
-
-
-# A dictionary: compiled code calls no cache of functools.
-_plans: dict[Any, Run] = {}
-switch.when_turned(_plans.clear)
+_plans: dict[Any, Run] = switch.plans()
 
 
 def quantize_matrix(
@@ -90,21 +74,10 @@ def plan_of(
     *,
     one_scale: bool = False,
 ) -> Run:
-    """Makes the plan for matrices that lie as x does.
+    """Makes the plan for matrices that lie as x does; raises TypeError or ValueError where there is none.
 
-    Args:
-        x: one of them.
-        row, column: formats of the directions, None for one that isn't wanted.
-        knows_amax: whether the amax of x will be given.
-        multiplied: whether a multiplier will be given instead: delayed scaling.
-        random: whether each direction is rounded stochastically.
-        rotate: whether the random Hadamard transform comes before the columnwise direction.
-        eps: lifts amaxes, of formats where it has a meaning.
-        aligned: which directions come aligned; on a device whose products take such operands (`products.comes_aligned`).
-        one_scale: whether both directions may have one tensor as the scale of the whole; no op's results may.
-
-    Raises:
-        TypeError, ValueError: x can't be quantized, or no such plan exists.
+    The arguments are those of `OperandCast`. With `one_scale` both directions share the scale of the whole: no op's results
+    may.
     """
     check_input(x)
     if multiplied and len({row, column} - {None}) != 1:
@@ -112,13 +85,13 @@ def plan_of(
     run = kernels_for(x)
     # The kernels choose between scales of 1x16 along the rows alone.
     chooses = column is not None and column.scale.four_over_six and not column.square
+    cast = OperandCast(
+        row, column, "multiplier" if multiplied else "amax" if knows_amax else None, random, rotate, eps, aligned
+    )
     if run is cuda and not chooses:
-        return _cuda_plan(x, row, column, knows_amax, multiplied, random, rotate, eps, aligned, one_scale)
-    if run is native:
-        plan = _cpu_plan(x, row, column, knows_amax, multiplied, random, rotate, eps)
-    else:
-        plan = _definition_plan(row, column, random, rotate, eps)
-    return aligned_behind(plan, align_plans(x.shape, row, column, aligned)) if any(aligned) else plan
+        return _cuda_plan(x, cast, one_scale)
+    plan = _cpu_plan(x, cast) if run is native else _definition_plan(cast)
+    return aligned_behind(plan, align_plans(x, cast)) if any(aligned) else plan
 
 
 def part_count(format: Format) -> int:
@@ -129,21 +102,29 @@ def part_count(format: Format) -> int:
 # ---- the CUDA kernels
 
 
-def _cuda_plan(x, row, column, knows_amax, multiplied, random, rotate, eps, aligned, one_scale=False) -> Run:
+def of_format(cast: OperandCast) -> OperandCast:
+    """The cast as operands in its format take it: eps where it has a meaning, an amax where that makes the only scale."""
+    format = cast.format
+    given = cast.given if cast.given == "multiplier" or format.per_tensor else None
+    return cast._replace(given=given, eps=eps_for(format, cast.eps))
+
+
+def _directions(cast: OperandCast) -> tuple[OperandCast, OperandCast]:
+    """Each direction of a cast alone."""
+    row, column = cast.random
+    by_row = cast._replace(column=None, random=(row, False), rotate=False)
+    return by_row, cast._replace(row=None, random=(False, column))
+
+
+def _cuda_plan(x: Tensor, cast: OperandCast, one_scale: bool = False) -> Run:
     """One call where both directions share a format and a way of rounding, otherwise one for each."""
-    if rotate and column is not None and not cuda_rotates(column):
-        return _rotated_apart(x, row, column, knows_amax, multiplied, random, eps, aligned)
+    if cast.rotates and cast.column is not None and not cuda_rotates(cast.column):
+        return _rotated_apart(x, cast)
     strided = x.stride(-1) != 1
-    if row is not None and column is row and random[0] == random[1]:
-        wanted = [(row, True, True, random[0])]
-    else:
-        wanted = [(one, i == 0, i == 1, random[i]) for i, one in enumerate((row, column)) if one is not None]
-    reads = []
-    for format, rows, columns, stochastic in wanted:
-        given = multiplied or (knows_amax and format.per_tensor)
-        options = {"rotate": rotate and columns, "eps": eps_for(format, eps), "random": stochastic, "one_scale": one_scale}
-        own = x.contiguous() if strided else x
-        reads.append(reader(own, format, rows=rows, columns=columns, given=given, aligned=aligned, **options))
+    own = x.contiguous() if strided else x
+    together = cast.row is not None and cast.column is cast.row and cast.random[0] == cast.random[1]
+    wanted = (cast,) if together else [one for one in _directions(cast) if one.row is not None or one.column is not None]
+    reads = [reader(own, of_format(one), one_scale=one_scale) for one in wanted]
     if len(reads) == 1 and not strided:
         return reads[0]
 
@@ -161,14 +142,14 @@ def _cuda_plan(x, row, column, knows_amax, multiplied, random, rotate, eps, alig
     return run
 
 
-def _rotated_apart(x, row, column, knows_amax, multiplied, random, eps, aligned) -> Run:
+def _rotated_apart(x: Tensor, cast: OperandCast) -> Run:
     """The columns of a format that the kernels don't rotate are rotated by array operations, and quantized as rows."""
-    if multiplied:
-        raise ValueError(f"a rotated operand in {column} has another amax than the one that its scale was made of")
-    first, second = ((random[i], False) for i in range(2))
-    row_aligned, column_aligned = ((aligned[i], False) for i in range(2))
-    by_row = None if row is None else _cuda_plan(x, row, None, knows_amax, False, first, False, eps, row_aligned)
-    by_column = _cuda_plan(rotation.rotate(x.mT), column, None, False, False, second, False, eps, column_aligned)
+    if cast.given == "multiplier":
+        raise ValueError(f"a rotated operand in {cast.column} has another amax than the one that its scale was made of")
+    row, column = _directions(cast)
+    by_row = None if row.row is None else _cuda_plan(x, row)
+    turned = OperandCast(column.column, None, None, (cast.random[1], False), eps=cast.eps, aligned=(cast.aligned[1], False))
+    by_column = _cuda_plan(rotation.rotate(x.mT), turned)
 
     def run(x: Tensor, amax: Tensor | None, multiplier: Tensor | None, keys: Tensor | None) -> list[Tensor]:
         parts = [] if by_row is None else by_row(x, amax, None, keys)
@@ -182,28 +163,26 @@ def _rotated_apart(x, row, column, knows_amax, multiplied, random, eps, aligned)
 # ---- the CPU kernels
 
 
-def _cpu_plan(x, row, column, knows_amax, multiplied, random, rotate, eps) -> Run:
+def _cpu_plan(x: Tensor, cast: OperandCast) -> Run:
     """One direction after the other; square blocks that are rounded to nearest are turned instead."""
-    library, dtype = native.library(), dtype_name(x)
+    library, dtype, row, column = native.library(), name_of(x.dtype), cast.row, cast.column
     contiguous, marked, size = x.is_contiguous(), x.numel() > 0, x.element_size()
     nothing = torch.empty(0, dtype=torch.float32, device="cpu")
-    turned = row if row is not None and column is row and row.square and not any(random) and not rotate else None
-    calls = []
+    turned = row if row is not None and column is row and row.square and not any(cast.random) and not cast.rotate else None
+    planned = []
     for i, format in enumerate((row, column)):
         if format is None or (i and turned is not None):
             continue
-        across = i == 1
-        shape = (*x.shape[:-2], x.shape[-1], x.shape[-2]) if across else tuple(x.shape)
-        own = eps_for(format, eps)
-        numbers = (x.ndim, *format_numbers(format), largest_multiplier(format, own, dtype), constant_bits(own))
-        made = [(part, getattr(torch, name)) for part, name in layout.parts(shape, format)]
-        given = multiplied or (knows_amax and format.per_tensor)
-        calls.append((made, given, random[i], i, (*numbers, int(across), int(across and rotate))))
+        options = {"transposed": i == 1, "rotated": i == 1 and cast.rotate}
+        call = calls.quantize_arrays(tuple(x.shape), dtype, format, eps_for(format, cast.eps), **options)
+        made = [(part[0], torch_dtype(part[1])) for part in call.arrays.values() if part and part[0] != (0,)]
+        given = cast.given == "multiplier" or (cast.given == "amax" and format.per_tensor)
+        planned.append((made, given, cast.random[i], i, tuple(call.numbers.values())))
     empty, quantize, measure = partial(torch.empty, device="cpu"), library.quantize_arrays, library.amax
     mark_each = marker([format for format in (row, column) if format is not None], True)
     count = 0 if row is None else part_count(row)
     ends = [slice(0, count), slice(count, None)] if count and column is not None else [slice(None)]
-    amax_numbers = (DTYPE_NUMBERS[dtype], *format_numbers(row or column), 0, 0)
+    amax_numbers = tuple(calls.amax(tuple(x.shape), cast.format, function="cpu.amax", dtype=dtype).numbers.values())
     columns = x.shape[-1]
 
     # The plan knows which of amax, multiplier and keys are given.
@@ -218,7 +197,7 @@ def _cpu_plan(x, row, column, knows_amax, multiplied, random, rotate, eps) -> Ru
             amax = empty(1, dtype=torch.int32)
             measure(x, amax, None, None, *amax_numbers)
         parts: list[Tensor] = []
-        for made, given, stochastic, i, numbers in calls:
+        for made, given, stochastic, i, numbers in planned:
             own = []
             for shape, dtype in made:
                 own.append(empty(shape, dtype=dtype))
@@ -239,7 +218,9 @@ def _cpu_plan(x, row, column, knows_amax, multiplied, random, rotate, eps) -> Ru
 # ---- the definition, and on a GPU formats that its kernels don't have
 
 
-def _definition_plan(row, column, random, rotate, eps) -> Run:
+def _definition_plan(cast: OperandCast) -> Run:
+    row, column, _, random, rotate, eps, _ = cast
+
     def run(x: Tensor, amax: Tensor | None, multiplier: Tensor | None, keys: Tensor | None) -> list[Tensor]:
         recorded: list[Tensor] = []
         x = x.resolve_neg()
@@ -248,7 +229,7 @@ def _definition_plan(row, column, random, rotate, eps) -> Run:
             results = _one_by_one(x, row, column, amax, row_key, column_key, rotate, eps)
         else:
             results = _multiplied(x, row, column, multiplier)
-            recorded = [numerics.amax(x, row or column).blocks.reshape(1)]
+            recorded = [numerics.amax(x, cast.format).blocks.reshape(1)]
             amax = recorded[0]
         directions = _unshared(results)
         mark(x, directions, amax)

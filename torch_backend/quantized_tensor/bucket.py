@@ -1,8 +1,9 @@
 """`Bucket`: concatenated quantized weights, for DistributedDataParallel's broadcasts from rank 0.
 
-    q.view(-1)                     a bucket of one weight cat([q.view(-1), plain, ..])   a bucket of copies of several
-        broadcast(bucket)              sends their codes, scales and plain values as one byte buffer bucket[i:j].view(q.shape)
-        one whole weight again
+    q.view(-1)                     a bucket of one weight
+    cat([q.view(-1), plain, ..])   a bucket of copies of several
+    broadcast(bucket)              sends their codes, scales and plain values as one byte buffer
+    bucket[i:j].view(q.shape)      one whole weight again
 
 A bucket has the length and dtype of the values but doesn't store them; all other operations raise.
 """

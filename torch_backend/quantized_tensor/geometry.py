@@ -3,9 +3,10 @@
 `fully_shard` divides a weight by splitting it, requesting a zero buffer of the longest part's length from the *whole*, copying
 its part into the buffer's head, and keeping that head:
 
-    parts  = weight.split(chunk)              each part knows its origin and its base buffer = weight.new_zeros((chunk, ..))
-        the same call on every rank, so the origin is unknown buffer[: len(part)].copy_(part)           binds the origin shard
-        = buffer[: len(part)]
+    parts  = weight.split(chunk)              each part knows its origin and its base
+    buffer = weight.new_zeros((chunk, ..))    the same call on every rank, so the origin is unknown
+    buffer[: len(part)].copy_(part)           binds the origin
+    shard  = buffer[: len(part)]
 
 So the `Geometry` of a new buffer, shared by its heads, has no origin until the first copy binds it. It never changes
 afterwards.

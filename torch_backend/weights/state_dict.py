@@ -3,9 +3,11 @@
 A quantized parameter NAME of a module, sharded or not, becomes
 
     NAME                    no data: shape (0, *shape of the weight) and the nominal dtype. A plain model rejects it, even with
-        strict=False, and casts can't turn it into values NAME_codes              uint8 NAME_scale              uint8 or
-        float32, one for each block NAME_tensor_scale       float32 of shape (), for NVFP4 only NAME_format_FORMAT      like
-        NAME; identifies the format
+                            strict=False, and casts can't turn it into values
+    NAME_codes              uint8
+    NAME_scale              uint8 or float32, one for each block
+    NAME_tensor_scale       float32 of shape (), for NVFP4 only
+    NAME_format_FORMAT      like NAME; identifies the format
 
 Under FSDP2 and tensor parallelism the parts are DTensors with the parameter's mesh and placements that share its memory, so
 torch's DCP saves, reshards and loads them in place. Parts that can't be sharded like the weight (`sharding.parts`: blocks cross

@@ -19,6 +19,7 @@ from arrays import to_torch
 from blockfp.jax_backend.implementations import choice, cuda
 from blockfp.jax_backend.linear import grouped_products, products
 
+from blockfp.kernels import calls as calls_of
 from blockfp.kernels import switch
 
 _FUNCTIONS = {each.__name__: each for each in (*emulated_kernels.FUNCTIONS, *emulated_groups.FUNCTIONS)}
@@ -66,8 +67,8 @@ def _forget():
 
 
 def _call(name, out, *arrays, **attributes):
-    assert tuple(attributes) == cuda._ATTRIBUTES[name]
     name = name.removesuffix("_by_cublas")
+    assert tuple(attributes) == calls_of.SIGNATURES[name][1]
     function, many = _FUNCTIONS[name], isinstance(out, list)
     outs = tuple(out) if many else (out,)
     names = list(inspect.signature(function).parameters)

@@ -10,7 +10,7 @@ from blockfp.torch_backend.optimizer import optimizer_step
 from blockfp.definition import layout, numerics
 from blockfp.formats import FORMATS
 from blockfp.kernels import native
-from blockfp.kernels.format_numbers import format_numbers
+from blockfp.kernels.calls import format_numbers
 from blockfp.kernels.step_table import _AMAX, _NONE, _ROW, one_pass
 
 # DLPack's: code * 256 + bits.
