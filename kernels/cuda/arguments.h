@@ -74,7 +74,7 @@ struct QuantizeArguments {
   Format format;
   Window window;
   Output row, column;           // column: of the transposed matrix
-  AlignedOutput aligned_row, aligned_column;  // written instead of row and column by launch_aligned and launch_gated_aligned
+  AlignedOutput aligned_row, aligned_column;  // written instead of row and column by launch_aligned and launch_aligned_gated
   const int32_t* amax;          // of the tensor, fp32 bits; or null
   const int32_t* amax_t;        // of the transposed tensor, which differs if it is rotated
   const float* multiplier;      // per tensor, instead of amax
@@ -86,7 +86,7 @@ struct QuantizeArguments {
   int32_t largest_bits;         // replaces an FP8 block multiplier that overflows
   bool rotate_column;           // apply the random Hadamard transform before the column direction
   bool scales_by_tile;          // store scales by tile, for order_scales.cu
-  Gated gated;                  // only read by launch_gated and launch_gated_aligned
+  Gated gated;                  // only read by launch_gated and launch_aligned_gated
   Groups groups;
 };
 

@@ -1,7 +1,7 @@
-// Runs of bytes that lie at any address: read and written in the vectors of memory that hold them.
+// Runs of bytes at any address, read and written in the aligned vectors that contain them.
 //
-// A vector that holds a wanted byte lies in memory that is there, so whole ones are read; of those that are written in part, only the
-// wanted bytes are.
+// A vector that contains a needed byte is in valid memory, so whole vectors are read; of partially written ones only the needed
+// bytes are written.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 namespace blockfp {
 namespace cuda {
 
-// `Words` words from any address that is a multiple of `Unit` bytes, read in vectors of `Granule` bytes; only those of which one of the
-// first `bytes` bytes is wanted. What lies behind these bytes is arbitrary.
+// Loads `Words` words from an address that is a multiple of `Unit` bytes, in vectors of `Granule` bytes, and only those that
+// contain one of the first `bytes` bytes. The rest is arbitrary.
 template <int Words, int Granule, int Unit>
 __device__ __forceinline__ void load_run(const void* from, int bytes, uint32_t (&out)[Words]) {
   static_assert(Granule == 4 || Granule == 16, "words or vectors of four");
@@ -40,11 +40,11 @@ __device__ __forceinline__ void load_run(const void* from, int bytes, uint32_t (
   for (int i = 0; i < Words; ++i) out[i] = Unit == 4 ? word[i] : __funnelshift_r(word[i], word[i + 1], 8 * (before & 3));
 }
 
-// Bytes of memory that a thread with so many words writes at once.
+// Bytes that a thread with this many words writes at once.
 template <int Words>
 constexpr int kRunGranule = Words % 4 == 0 ? 16 : (Words == 2 ? 8 : 4);
 
-// Shared memory by which threads that lie side by side in runs know the last words of the thread before.
+// Shared memory through which adjacent threads of a run exchange last words with their successors.
 template <int Words, int Threads>
 struct RunEnds {
   static constexpr int kShared = kRunGranule<Words> / 4;
@@ -61,16 +61,17 @@ struct RunEnds {
   }
 };
 
-// Writes the words of threads side by side as one run. `out`: where its first byte would lie, a multiple of `Unit` bytes; of its bytes
-// those from `first` to `last` - 1 are written. `index`: of this thread among the `count` of the run; all have put their words in `ends`
-// and met.
+// Writes the words of adjacent threads as one run. `out`: the address of its first byte, a multiple of `Unit` bytes; of its
+// bytes, `first` to `last` - 1 are written. `index`: of this thread among the `count` of the run; all have put their words into
+// `ends` and synchronized.
 //
-// Each thread writes the vectors of memory that begin in its own bytes or just before; what the last one has left the first one writes.
+// Each thread writes the vectors of memory that begin in its own bytes or just before; the first thread writes the last one's
+// remainder.
 template <int Unit, int Words, int Threads>
 __device__ __forceinline__ void store_run(const RunEnds<Words, Threads>& ends, uint8_t* out, const uint32_t (&word)[Words], int index,
                                           int count, int first, int last) {
   constexpr int kGranule = kRunGranule<Words>, kOfGranule = kGranule / 4;
-  const uint32_t turn = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(out)) % kGranule;  // alike in all threads
+  const uint32_t turn = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(out)) % kGranule;  // the same in all threads
   uint32_t all[kOfGranule + Words];
   const uint32_t* before = ends.words[index == 0 ? threadIdx.x + count - 1 : threadIdx.x - 1];
   if constexpr (kOfGranule == 4) {
@@ -127,15 +128,15 @@ __device__ __forceinline__ void store_run(const RunEnds<Words, Threads>& ends, u
   }
 }
 
-// Copies lines of `Bytes` bytes from shared memory to wherever they lie, by all threads of a block: `word_at(line, index)` reads a word.
-// `out`: where the first byte of line 0 would lie. Of `Lines` lines, `pitch` bytes apart, those from `first_line` to `last_line` - 1 are
+// Copies lines of `Bytes` bytes from shared memory to any address, with all threads of a block; `word_at(line, index)` reads a
+// word. `out`: the address of line 0's first byte. Of `Lines` lines, `pitch` bytes apart, `first_line` to `last_line` - 1 are
 // written, and of each the bytes `first` to `last` - 1.
 template <int Bytes, int Lines, int Threads, class WordAt>
 __device__ __forceinline__ void copy_runs(uint8_t* out, int64_t pitch, int first_line, int last_line, int first, int last, WordAt word_at) {
   constexpr int kWords = Bytes / 4, kLanes = kWords % 32 == 0 ? 32 : (kWords % 16 == 0 ? 16 : 8);
   static_assert(kWords % kLanes == 0, "lanes share out a line evenly");
   const int lane = threadIdx.x % kLanes, line0 = threadIdx.x / kLanes;
-  // Whole words of memory, side by side.
+  // Whole aligned words.
   uint8_t* to = out + line0 * pitch;
 #pragma unroll 4
   for (int line = line0; line < Lines; line += Threads / kLanes, to += Threads / kLanes * pitch) {
@@ -148,7 +149,7 @@ __device__ __forceinline__ void copy_runs(uint8_t* out, int64_t pitch, int first
       if (inside && begin >= first && begin + 4 <= last) *reinterpret_cast<uint32_t*>(to + begin) = word;
     }
   }
-  // What is left at the ends of the lines, of which a thread has one.
+  // The remainders at the ends of the lines, a line per thread.
   for (int line = threadIdx.x; line < Lines; line += Threads) {
     if (line < first_line || line >= last_line) continue;
     uint8_t* own = out + line * pitch;

@@ -1,4 +1,4 @@
-// Transposes codes and scales, packed codes too: a tile through shared memory.
+// Transposes codes (also packed ones) and scales: a tile at a time through shared memory.
 #include "codes.cuh"
 #include "launch.h"
 #include "runs.cuh"
@@ -12,7 +12,7 @@ constexpr int kTransposeTile = 64;
 // fp32 scales, [rows, columns].
 __global__ void __launch_bounds__(kTransposeThreads) transpose_words(const uint32_t* in, uint32_t* out, int64_t rows, int64_t columns,
                                                                      int64_t across, int64_t down) {
-  // One more a row keeps the columns of the tile out of one another's banks.
+  // A word of padding per row keeps the tile's columns in different banks.
   __shared__ uint32_t tile[kTransposeTile][kTransposeTile + 1];
   const int64_t matrix = across * down, batch = blockIdx.x / matrix, in_matrix = blockIdx.x % matrix;
   const int64_t row0 = in_matrix / across * kTransposeTile, column0 = in_matrix % across * kTransposeTile;
@@ -31,21 +31,21 @@ __global__ void __launch_bounds__(kTransposeThreads) transpose_words(const uint3
   }
 }
 
-// Codes: eight threads side by side have eight rows each, of so many columns, and 32 of them lie below each other.
+// Codes: eight adjacent threads have eight rows each, of kOfThread columns, and 32 such rows of threads are above each other.
 template <int Bits>
 struct CodeTile {
   static constexpr int kOfThread = Bits == 4 ? 32 : 16;         // columns
-  static constexpr int kWords = kOfThread * Bits / 32;          // of a thread's row
+  static constexpr int kWords = kOfThread * Bits / 32;          // per row of a thread
   static constexpr int kRows = 256, kColumns = 8 * kOfThread;
-  static constexpr int kBytes = kRows * Bits / 8;               // of a transposed line
-  // A vector more for each thread's lines keeps threads side by side out of one another's banks.
+  static constexpr int kBytes = kRows * Bits / 8;               // per transposed line
+  // Padding by a vector per thread's lines keeps adjacent threads in different banks.
   static constexpr int kPad = 16;
   __align__(16) uint8_t bytes[kColumns * kBytes + 8 * kPad];
 
   __device__ __forceinline__ static int place(int column) { return column * kBytes + column / kOfThread * kPad; }
 };
 
-// Four 6-bit codes, 24 bits, as bytes; what stands above them is dropped.
+// Spreads four 6-bit codes, 24 bits, to bytes; higher bits are dropped.
 __device__ __forceinline__ uint32_t spread_six(uint32_t codes) {
   const uint32_t twelve = (codes & 0xFFFu) | ((codes << 4) & 0xFFF0000u);
   return (twelve & 0x003F003Fu) | ((twelve << 2) & 0x3F003F00u);
@@ -56,7 +56,7 @@ __device__ __forceinline__ uint32_t gather_six(uint32_t bytes) {
   return (twelve & 0xFFFu) | ((twelve >> 4) & 0xFFF000u);
 }
 
-// Eight rows of eight codes each, packed, transposed.
+// Transposes eight rows of eight packed codes.
 template <int Bits>
 __device__ __forceinline__ void turn_eight(uint2 (&rows)[8], uint2 (&columns)[8]) {
   if constexpr (Bits == 6) {
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kTransposeThreads)
   const int left = static_cast<int>(max(min(in_pitch - byte, int64_t{4 * kWords}), int64_t{0}));
   const uint8_t* at = in + (batch * rows + row) * in_pitch + byte;
   uint32_t words[8][kWords];
-  // Zeros fill up what is packed of the last rows; columns that are not there become lines that are not written.
+  // Zeros pad the packed last rows; lines of absent columns aren't written.
   if (vectors_in && left == 4 * kWords) {
 #pragma unroll
     for (int r = 0; r < 8; ++r, at += in_pitch) {
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kTransposeThreads)
       }
     }
   } else {
-    // Without branches, so that many loads are under way at once.
+    // Without branches, so that many loads are in flight.
 #pragma unroll
     for (int r = 0; r < 8; ++r, at += in_pitch) load_run<kWords, kWords == 4 ? 16 : 4, 1>(at, row + r < rows ? left : 0, words[r]);
   }

@@ -1,4 +1,5 @@
-// What is used of cuBLASLt's C interface, as cublasLt.h of CUDA 12.9 and later has it. The names are its own; the numbers are its ABI.
+// The parts of cuBLASLt's C interface that are used, as in cublasLt.h of CUDA 12.9 and later. Names are cuBLASLt's; numbers are
+// its ABI.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -58,7 +59,7 @@ enum ScaleMode {
   CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F = 5,
 };
 
-// The functions; null and version 0 where there is no cuBLASLt.
+// The functions; null, with version 0, without cuBLASLt.
 struct Functions {
   size_t version = 0;
   int (*create)(Handle*);

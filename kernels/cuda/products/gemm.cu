@@ -1,4 +1,4 @@
-// Tensor maps, and the choice of the kernel.
+// Creates tensor maps and chooses the kernel.
 #include <algorithm>
 #include <map>
 #include <mutex>
@@ -11,19 +11,19 @@ namespace blockfp {
 namespace cuda {
 namespace {
 
-// A matrix in device memory, and the box of it that is loaded at a time.
+// A matrix in device memory, and the box of it that is loaded at once.
 struct Box {
   const void* data;
   int64_t rows, columns, stride;  // in elements
   int box_rows, box_columns;
-  int bytes;                      // of an element: 1, codes, which are swizzled, or 4
+  int bytes;                      // of an element: 1 for codes, which are swizzled, or 4
   bool operator==(const Box& o) const {
     return data == o.data && rows == o.rows && columns == o.columns && stride == o.stride && box_rows == o.box_rows &&
            box_columns == o.box_columns && bytes == o.bytes;
   }
 };
 
-// Whether a map could be made. Training comes back to the same arrays: each thread remembers a few.
+// Creates a tensor map; false on failure. Training reuses the same arrays, so each thread caches a few maps.
 bool map_of(const Box& box, CUtensorMap* map) {
   static const auto encode = driver_function<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
   struct Entry {
@@ -55,7 +55,7 @@ bool map_of(const Box& box, CUtensorMap* map) {
   return true;
 }
 
-// How many multiprocessors the current device has; 0 where it isn't Hopper, whose instructions no other generation has.
+// The current device's number of multiprocessors; 0 unless it is Hopper, whose instructions no other generation has.
 int multiprocessors() {
   static std::mutex mutex;
   static std::map<int, int> counts;
@@ -72,11 +72,11 @@ int multiprocessors() {
   return entry->second;
 }
 
-// Each is zero but while a product draws tiles from it: its last block sets it back.
+// Zero except while a product draws tiles from it; the product's last block resets it.
 constexpr int kCounters = 1 << 16;
 __device__ int32_t counters[kCounters];
 
-// Calls that would end a capture, of this thread's or another's, don't end it while this is there.
+// Within its scope, calls that are forbidden during captures (of this or another thread) don't invalidate them.
 class Relaxed {
  public:
   Relaxed() { cudaThreadExchangeStreamCaptureMode(&mode_); }
@@ -86,8 +86,9 @@ class Relaxed {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// The counter of a product that is about to be launched: a stream's products run one after another and share one. Each product of a
-// CUDA graph has its own, because the graph may run beside the stream that it was captured on. Null if there is none left, or in doubt.
+// The counter of a product that is about to be launched. A stream's products run one after another and share one. Each product
+// of a CUDA graph has its own, because the graph may run concurrently with the stream that it was captured on. Null if none is
+// left, or if in doubt.
 int32_t* counter_for(cudaStream_t stream) {
   struct OfDevice {
     int32_t* first = nullptr;
@@ -107,7 +108,7 @@ int32_t* counter_for(cudaStream_t stream) {
   const std::lock_guard<std::mutex> lock(mutex);
   OfDevice& own = devices[device];
   void* first = own.first;
-  unsigned long long id = 0;  // of no other stream, even of one that is gone
+  unsigned long long id = 0;  // the id of no stream, not even of a destroyed one
   if ((first == nullptr && cudaGetSymbolAddress(&first, counters) != cudaSuccess) ||
       (!captured && cudaStreamGetId(stream, &id) != cudaSuccess)) {
     cudaGetLastError();
@@ -130,7 +131,7 @@ Box box_of_scales(const GemmOperand& x, int64_t groups, int64_t rows, int64_t bl
   return {x.scales, groups * blocks, rows, filled, 1, box_rows, 4};
 }
 
-// At most: each group may end in a tile of its own.
+// Upper bound, since each group may end within a tile.
 int64_t tiles_of(const GemmArguments& p, int columns) {
   const int64_t high = p.along_k ? ceil_div(p.m, kTileRows) * p.groups : ceil_div(p.m, kTileRows) + p.groups - 1;
   return high * ceil_div(p.n, columns);
@@ -156,7 +157,7 @@ cudaError_t launch(GemmArguments p, const GemmOperand& a, const GemmOperand& b, 
   return cudaGetLastError();
 }
 
-// Wide tiles move fewer bytes for a product, and are 6% faster (H200); but of narrow ones, more blocks may have work at the end.
+// Wide tiles move fewer bytes per product and are 6% faster (H200); narrow tiles give work to more blocks at the end.
 TileShape shape_for(const GemmArguments& p) {
   const auto time = [&](int columns) { return ceil_div(tiles_of(p, columns), multiprocessors()) * columns; };
   return 16 * time(192) <= 17 * time(128) ? TileShape::k128x192 : TileShape::kWide128x128;
@@ -191,7 +192,7 @@ cudaError_t launch_gemm(const GemmArguments& p, const GemmOperand& a, const Gemm
                         cudaStream_t stream) {
   if (multiprocessors() == 0) return cudaErrorNotSupported;
   if (scaling == Scaling::kValues) return launch_shape<Values, Values, Scaling::kValues>(p, a, b, shape, stream);
-#ifdef BLOCKFP_ONLY_E4M3  // to compile a quarter while the kernel is worked on
+#ifdef BLOCKFP_ONLY_E4M3  // compiles a quarter of the kernels, for development
   return launch_scaling<E4M3, E4M3>(p, a, b, scaling, shape, stream);
 #else
   if (a.element == E4M3::kId) {

@@ -1,9 +1,9 @@
-// Products of FP8 codes and scales on Hopper: out [m, n] = a [m, k] b [n, k]^T, fp32 sums promoted with their scales every 128 of k. Of
-// bfloat16 values too, whose sums stay in the matrix units; k counts bytes then, as everywhere below.
+// Products of FP8 codes and scales on Hopper: out [m, n] = a [m, k] b [n, k]^T, with fp32 sums promoted with their scales every
+// 128 of k. Also of bfloat16 values, whose sums stay in the matrix units; k counts bytes there, as everywhere below.
 //
-// A persistent grid: each block draws one tile of out after another, so that none waits for a block that other kernels (NCCL's) keep
-// from starting. One thread draws and loads by the copy engine; two warpgroups multiply, and share the tensor cores: while one promotes
-// its sums, the other's products run.
+// The grid is persistent: each block draws tiles of out one after another, so that none waits for a block that other kernels
+// (NCCL's) keep from starting. One thread draws tiles and issues copies; two warpgroups multiply and share the tensor cores:
+// while one promotes its sums, the other's products run.
 #pragma once
 
 #include "blockfp/elements.h"
@@ -16,34 +16,34 @@ namespace cuda {
 constexpr int kBlockK = 128, kWarpgroup = 128, kMathGroups = 2, kRowsOfGroup = 64, kTileRows = kMathGroups * kRowsOfGroup;
 constexpr int kGemmThreads = (1 + kMathGroups) * kWarpgroup;
 
-// A tile of out, 128 rows of it, and what shared memory holds for it. Wide: a warpgroup multiplies two blocks of k at a time, so that
-// the products of one run while it promotes those of the other.
+// A tile of out, 128 rows high, and its shared memory. Wide: a warpgroup multiplies two blocks of k at a time, so that products
+// of one block run while it promotes those of the other.
 template <int Columns, bool Wide, Scaling S>
 struct GemmTile {
   static constexpr Scaling kScaling = S;
   static constexpr bool kRowsOfB = S == Scaling::kRows || S == Scaling::kBands;
   static constexpr bool kScaled = S != Scaling::kTensor && S != Scaling::kValues;
   static constexpr bool kWide = Wide;
-  // Blocks of k that 128 columns of a group are.
+  // Number of blocks of k in 128 columns of a group.
   static constexpr int kBlocksOfUnit = S == Scaling::kValues ? 2 : 1;
   static constexpr int kColumns = Columns, kSums = Columns / 2;
   static constexpr int kBytesA = kTileRows * kBlockK, kCodes = kBytesA + Columns * kBlockK;
-  // Scales of a stage: those of a, then those of b. The copy engine reads from multiples of 16 bytes only: those of a begin up to three
-  // rows early. It writes to multiples of 128 bytes.
+  // Scales of a stage: a's, then b's. The copy engine reads only from multiples of 16 bytes, so a's begin up to three rows
+  // early. It writes to multiples of 128 bytes.
   static constexpr int kSpan = kTileRows + 4, kScalesB = 160;
   static constexpr int kScales = !kScaled ? 0 : kScalesB + (kRowsOfB ? Columns : 0);
   static constexpr int kLoaded = kCodes + (!kScaled ? 0 : 4 * (kSpan + (kRowsOfB ? Columns : 0)));
   static constexpr int kStages = 225 * 1024 / (kCodes + kScales * 4);
   static constexpr int kScalesAt = kStages * kCodes, kBarriersAt = kScalesAt + kStages * kScales * 4;
-  static constexpr int kTilesAt = kBarriersAt + kStages * 16;  // which tile begins with a stage
+  static constexpr int kTilesAt = kBarriersAt + kStages * 16;  // the tile that begins with a stage
   static constexpr int kShared = kTilesAt + kStages * 4 + 1024;
 };
 
-// The tiles by their numbers, group after group.
+// Enumerates the tiles by number, group by group.
 template <class Tile>
 class Tiles {
  public:
-  int group = -1, row = 0, column = 0, end_row = 0;  // rows of a; the tile's, and the end of its group's
+  int group = -1, row = 0, column = 0, end_row = 0;  // rows of a: the tile's first, and the end of its group's
   int first_block = 0, blocks;                       // of k
 
   __device__ explicit Tiles(const GemmArguments& p)
@@ -51,7 +51,7 @@ class Tiles {
         p_(p),
         wide_((p.n + Tile::kColumns - 1) / Tile::kColumns) {}
 
-  // Goes on to a tile behind the last one; false, and `count()` is known, if there are not so many.
+  // Advances to a later tile; returns false if there are fewer, and `count()` is then known.
   __device__ bool at(int number) {
     while (number >= end_) {
       if (++group >= p_.groups) return false;
@@ -69,7 +69,7 @@ class Tiles {
       begin_ = end_;
       end_ += high_ * wide_;
     }
-    // Down bands of sixteen tiles, so that what runs at one time shares rows and columns in L2.
+    // In bands of sixteen tiles, so that concurrent tiles share rows and columns in L2.
     constexpr int kBand = 16;
     const int in_group = number - begin_, band = in_group / (kBand * wide_), in_band = in_group - band * kBand * wide_;
     const int height = min(kBand, high_ - band * kBand);
@@ -86,17 +86,19 @@ class Tiles {
   int begin_ = 0, end_ = 0, high_ = 0, first_row_ = 0, end_of_group_ = 0;
 };
 
-// What the math warps read instead of a tile's number when there is none left.
+// Read by the math warps in place of a tile's number when no tile is left.
 constexpr int kNoTile = -1;
 
-// A block's numbers of tiles, from a counter that all blocks share and that is zero between launches, or every gridDim.x-th without one.
+// A block's sequence of tile numbers: from a counter that all blocks share and that is zero between launches, or, without one,
+// every gridDim.x-th number.
 class Draws {
  public:
   __device__ explicit Draws(int32_t* counter) : counter_(counter), last_(static_cast<int>(blockIdx.x - gridDim.x)) {}
 
   __device__ int next() { return last_ = counter_ == nullptr ? last_ + static_cast<int>(gridDim.x) : atomicAdd(counter_, 1); }
 
-  // Called with a block's number that is no tile: it draws no more. The last block that does so sets the counter back.
+  // Called with a block's first number beyond the tiles, after which it draws no more. The last block to do so resets the
+  // counter.
   __device__ void end(int number, int tiles) {
     if (counter_ != nullptr && number == tiles + static_cast<int>(gridDim.x) - 1) *counter_ = 0;
   }
@@ -106,7 +108,7 @@ class Draws {
   int last_;
 };
 
-// Which stage is next, and the parity of its barriers' phase.
+// The next stage, and the parity of its barriers' phase.
 template <int Stages>
 struct Turn {
   int stage = 0;
@@ -116,8 +118,8 @@ struct Turn {
   }
 };
 
-// The scales of b for a tile of columns, 128 x 128 for each, block after block of k: 192 columns lie in two bands of 128, whose border is
-// at 64 or 128.
+// The scales of b for a tile of columns, one per 128 x 128, block after block of k: 192 columns are in two bands of 128,
+// divided at column 64 or 128.
 template <class Tile>
 class Squares {
  public:
@@ -150,7 +152,7 @@ class Squares {
   int64_t step_;
 };
 
-// What a thread's sums of one block of k are multiplied by: those of its upper and of its lower row. kSquares: for each 64 columns.
+// Factors of a thread's sums of one block of k, for its upper and lower row. kSquares: one for each 64 columns.
 struct Factors {
   float upper[3], lower[3];
 };
@@ -162,7 +164,7 @@ __device__ __forceinline__ void promote(float (&total)[Sums], const float (&sums
   for (int i = 0; i < Sums; i += 4) {
     if constexpr (S == Scaling::kBands) {
       if (i % 16 == 0) {
-        // Of 32 columns, those of this thread's first one.
+        // The scale of this thread's first column stands for all 32.
         const float of_band = hopper::load(columns_at + i * 2 * 4);
         upper = by.upper[0] * of_band, lower = by.lower[0] * of_band;
       }
@@ -185,7 +187,7 @@ __device__ __forceinline__ void promote(float (&total)[Sums], const float (&sums
   }
 }
 
-// sums = 64 rows of a times the tile's columns of b, over one block of k, added to what is there if `more`; not finished when this returns.
+// sums = 64 rows of a times the tile's columns of b over one block of k, added to sums if `more`; not finished on return.
 template <class A, class B, int Sums>
 __device__ __forceinline__ void multiply_block(float (&sums)[Sums], uint32_t a, uint32_t b, bool more = false) {
   hopper::begin_products();
@@ -196,7 +198,7 @@ __device__ __forceinline__ void multiply_block(float (&sums)[Sums], uint32_t a, 
   hopper::end_products();
 }
 
-// What becomes of a warpgroup's 64 rows of sums.
+// Finishes a warpgroup's 64 rows of sums.
 template <Scaling S, int Sums>
 __device__ __forceinline__ void finish_rows(const GemmArguments& p, float (&sums)[Sums], int group, Place at) {
   if constexpr (S == Scaling::kTensor || S == Scaling::kValues) {
@@ -216,7 +218,7 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
   constexpr Scaling kScaling = Tile::kScaling;
   constexpr int kSums = Tile::kSums;
   extern __shared__ uint8_t unaligned[];
-  // Shuffled, so that it is kept in a register and not worked out again in every loop.
+  // Shuffled, so that the compiler keeps it in a register instead of recomputing it in every loop.
   const uint32_t shared = __shfl_sync(~0u, (hopper::shared_address(unaligned) + 1023) & ~1023u, 0);
   const auto full = [&](int stage) { return shared + Tile::kBarriersAt + stage * 16; };
   const auto empty = [&](int stage) { return shared + Tile::kBarriersAt + stage * 16 + 8; };
@@ -240,7 +242,7 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
       Draws draws(p.next_tile);
       int number = draws.next();
       while (tile.at(number)) {
-        // On its way while the codes are loaded.
+        // Draws the next number while the codes are loaded.
         const int later = draws.next();
         const int row_b = p.along_k ? tile.column : tile.group * p.n + tile.column;
         const int group_b = p.along_k ? 0 : tile.group * (p.b_step ? tile.blocks : 1);
@@ -304,7 +306,7 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
       Squares<Tile> squares(p, tile);
       const uint32_t tile_rows_at = rows_at + (tile.row & 3) * 4;
       const int blocks = tile.blocks;
-      // By the squares that were read last.
+      // Uses the squares that were read last.
       const auto factors = [&](int stage) {
         if constexpr (kScaling == Scaling::kTensor) return Factors{};
         const uint32_t at = tile_rows_at + scales_of(stage);
@@ -363,7 +365,7 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
           multiply(sums, stage);
           const Factors by = factors(stage);
           turn.advance();
-          // In one branch with a loop in it, which the compiler doesn't move up among the products.
+          // In a branch with a loop, which the compiler doesn't move among the products.
           if (block + 1 < blocks) {
             squares.read();
             hopper::wait(full(turn.stage), turn.parity);

@@ -1,4 +1,4 @@
-// The end of a product: sums in a warpgroup's registers get a bias, and go to device memory.
+// The end of a product: adds a bias to the sums in a warpgroup's registers and stores them.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -23,7 +23,7 @@ __device__ __forceinline__ typename T::Raw rounded(float x) {
   if constexpr (T::kId == Bf16::kId) return __bfloat16_as_ushort(__float2bfloat16_rn(x));
 }
 
-// Two values of 16 bits, the first in the low half.
+// Two 16-bit values, the first in the low half.
 template <class T>
 __device__ __forceinline__ uint32_t rounded_pair(float x, float y) {
   uint32_t pair;
@@ -35,15 +35,15 @@ __device__ __forceinline__ uint32_t rounded_pair(float x, float y) {
   return pair;
 }
 
-// Where a thread's sums lie, which are laid out as hopper.cuh says: the first row and column of its warpgroup's 64 rows, and the row
-// and the column where those of others begin. Rows are those of p.out as a whole.
+// Position of a thread's sums, laid out as in hopper.cuh: first row and column of its warpgroup's 64 rows, and the end of the
+// rows that belong to it. Rows count those of p.out as a whole.
 struct Place {
   int64_t row, end_row;
   int column;
 };
 
-// 16-bit values, eight to a store. Of four spans of eight columns a thread has two columns each; the four lanes of a row trade, so that
-// each has all of one span.
+// Stores eight 16-bit values at a time. Of four spans of eight columns, a thread has two columns each; the four lanes of a row
+// exchange them so that each has all of one span.
 template <class T, int Sums>
 __device__ __forceinline__ void store_eights(const GemmArguments& p, const float (&sums)[Sums], Place at) {
   const int lane = threadIdx.x % 32, quarter = lane % 4;
@@ -62,7 +62,7 @@ __device__ __forceinline__ void store_eights(const GemmArguments& p, const float
         const int first = (span + i) * 4 + half * 2;
         x[i] = rounded_pair<T>(sums[first], sums[first + 1]);
       }
-      // Neighbours: afterwards x[0], x[1] are of span `odd`, and x[2], x[3] of span 2 + `odd`.
+      // Exchange with the neighbour: then x[0], x[1] are of span `odd`, and x[2], x[3] of span 2 + `odd`.
       const uint32_t near = __shfl_xor_sync(~0u, odd ? x[0] : x[1], 1), far = __shfl_xor_sync(~0u, odd ? x[2] : x[3], 1);
       x[0] = odd ? near : x[0], x[1] = odd ? x[1] : near;
       x[2] = odd ? far : x[2], x[3] = odd ? x[3] : far;
@@ -73,8 +73,8 @@ __device__ __forceinline__ void store_eights(const GemmArguments& p, const float
   }
 }
 
-// Four values to a store, and added to what is there if p.accumulate. Of two spans of eight columns a thread has two columns each;
-// neighbours trade, so that it has four of one.
+// Stores four values at a time, adding to out if p.accumulate. Of two spans of eight columns, a thread has two columns each;
+// neighbours exchange them so that each has four of one.
 template <class T, int Sums>
 __device__ __forceinline__ void store_fours(const GemmArguments& p, const float (&sums)[Sums], Place at) {
   using Raw = typename T::Raw;
@@ -107,7 +107,7 @@ __device__ __forceinline__ void store_fours(const GemmArguments& p, const float 
   }
 }
 
-// Rows of any length, value by value.
+// Stores value by value, for rows of any length.
 template <class T, int Sums>
 __device__ __forceinline__ void store_ones(const GemmArguments& p, const float (&sums)[Sums], Place at) {
   using Raw = typename T::Raw;

@@ -1,6 +1,6 @@
-// Hopper's own instructions (sm_90a): barriers in shared memory, copies by the copy engine, matrix products by a warpgroup.
+// Hopper's instructions (sm_90a): barriers in shared memory, bulk tensor copies, warpgroup matrix products.
 //
-// Matrices in shared memory are tiles of rows of 128 bytes with the 128-byte swizzle, each on a multiple of 1024 bytes.
+// Matrices in shared memory are tiles of 128-byte rows with the 128-byte swizzle, each at a multiple of 1024 bytes.
 #pragma once
 
 #include <cuda.h>
@@ -40,20 +40,20 @@ __device__ __forceinline__ void store(uint32_t address, int x) {
   asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
 
-// From device memory, not before what stands above it.
+// Loads from device memory, not before preceding instructions.
 __device__ __forceinline__ float load(const float* from) {
   float x;
   asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(x) : "l"(from) : "memory");
   return x;
 }
 
-// Barriers: a phase ends when `count` have arrived and the announced bytes have landed.
+// Barriers: a phase ends after `count` arrivals and once the announced bytes have arrived.
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// Makes initialized barriers known to the copy engine.
+// Makes initialized barriers visible to the copy engine.
 __device__ __forceinline__ void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ __forceinline__ void arrive_expecting(uint32_t barrier, uint32_t bytes) {
@@ -85,14 +85,15 @@ __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
 
 // Copies.
 
-// A box of a matrix, whose first column and row are given, into shared memory; zeros beyond the matrix. Its bytes arrive at `barrier`.
+// Copies a box of a matrix, from the given column and row, into shared memory; zeros beyond the matrix. Its bytes arrive at
+// `barrier`.
 __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap& map, int column, int row, uint32_t barrier) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
                "l"(&map), "r"(barrier), "r"(column), "r"(row)
                : "memory");
 }
 
-// Products by a warpgroup.
+// Warpgroup products.
 
 template <int Registers>
 __device__ __forceinline__ void take_registers() {
@@ -104,14 +105,14 @@ __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
 }
 
-// Describes a tile by its address in shared memory over 16: 128-byte swizzle, eight rows every 1024 bytes. 32 bytes further along the
-// rows is 2 more.
+// Descriptor of a tile from its shared-memory address over 16: 128-byte swizzle, eight rows every 1024 bytes. Adding 2 moves 32
+// bytes along the rows.
 __device__ __forceinline__ uint64_t describe(uint32_t tile) {
   constexpr uint64_t kSwizzle128 = 1ull << 62, kEightRows = static_cast<uint64_t>(1024 >> 4) << 32;
   return kSwizzle128 | kEightRows | tile;
 }
 
-// Orders what this thread did to accumulators before the products that follow.
+// Orders this thread's accesses to accumulators before the following products.
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -123,14 +124,14 @@ __device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_grou
 #define BLOCKFP_64(d) BLOCKFP_32(d, 0), BLOCKFP_32(d, 32)
 #define BLOCKFP_96(d) BLOCKFP_64(d), BLOCKFP_32(d, 64)
 
-// Waits until no more than `Pending` committed groups of products are unfinished. Naming the sums of those that are finished keeps
-// their use behind it.
+// Waits until at most `Pending` committed groups of products are unfinished. Naming the finished groups' sums keeps their uses
+// after the wait.
 template <int Pending>
 __device__ __forceinline__ void wait_products(float (&sums)[64]) {
   asm volatile("wgmma.wait_group.sync.aligned %64;" : BLOCKFP_64(sums) : "n"(Pending) : "memory");
 }
 
-// The same, of products that add to the same sums: those are read once all is finished.
+// The same for products that add to the same sums, which are only read once all have finished.
 template <int Pending>
 __device__ __forceinline__ void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
@@ -167,8 +168,8 @@ __device__ __forceinline__ void wait_products(float (&sums)[96]) {
       : BLOCKFP_96(sums)                                                                                                      \
       : "l"(a), "l"(b), "r"(static_cast<int>(more)))
 
-// sums [64, N] = a [64, 32] b [N, 32]^T of codes, or of 16 values each, added to what is there if `more`. A thread of lane l in warp w of its
-// group holds, of rows 16 w + l / 4 (+ 8 for i & 2), columns 8 (i / 4) + 2 (l % 4) + (i & 1).
+// sums [64, N] = a [64, 32] b [N, 32]^T for codes, or 16 values each, added to sums if `more`. A thread of lane l in warp w of
+// its group holds, for rows 16 w + l / 4 (+ 8 for i & 2), columns 8 (i / 4) + 2 (l % 4) + (i & 1).
 template <class A, class B, int Sums>
 __device__ __forceinline__ void multiply(float (&sums)[Sums], uint64_t a, uint64_t b, bool more) {
 #define BLOCKFP_MULTIPLY(kinds, transposed)   \

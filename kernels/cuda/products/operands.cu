@@ -33,8 +33,8 @@ __global__ void __launch_bounds__(kTile * kLines) lay_scales_kernel(StoredScales
   }
 }
 
-// A thread writes 16 bytes. The rows begin anywhere: it reads the five aligned words that hold its bytes, and single bytes only at the
-// ends of the array.
+// A thread writes 16 bytes. Rows begin at any byte, so it reads the five aligned words that contain its bytes, and single bytes
+// only at the ends of the array.
 __global__ void __launch_bounds__(256)
 fill_rows_kernel(const uint8_t* in, uint8_t* out, int64_t rows, int64_t length, int64_t filled) {
   const int64_t vectors = filled / 16, count = rows * vectors, step = static_cast<int64_t>(gridDim.x) * blockDim.x;

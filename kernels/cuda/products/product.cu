@@ -1,4 +1,5 @@
-// Products of FP8 codes and scales by cuBLASLt, which is looked up when the first one runs: this library loads without it.
+// Products of FP8 codes and scales by cuBLASLt, which is looked up for the first product, so that this library loads without
+// it.
 #include <dlfcn.h>
 
 #include <array>
@@ -18,7 +19,7 @@ namespace {
 
 using namespace cublas_lt;
 
-// The one that the process has already is its framework's; else what the loader finds.
+// The library that the process has loaded (its framework's), or else the loader's.
 void* open_library() {
   for (const int mode : {RTLD_NOLOAD, 0}) {
     for (const char* name : {"libcublasLt.so.13", "libcublasLt.so.12"}) {
@@ -62,7 +63,7 @@ const Functions& functions() {
 
 std::string failed(const char* call, int status) { return std::string(call) + " returned status " + std::to_string(status); }
 
-// What cuBLASLt makes.
+// Objects that cuBLASLt allocates.
 using Owned = std::unique_ptr<void, int (*)(void*)>;
 
 template <class Create, class... Arguments>
@@ -89,7 +90,7 @@ uint32_t alignment(const void* pointer) {
   return static_cast<uint32_t>(address & (~address + 1));
 }
 
-// What is asked of cuBLASLt but for pointers.
+// The parameters of a product except pointers.
 using Question = std::array<int64_t, 15>;
 
 struct Plan {
@@ -97,8 +98,8 @@ struct Plan {
   Algorithm algorithm;
 };
 
-// A device's handle and plans, kept for the life of the process. Callers hold the mutex, over the call of cuBLASLt too: scales' pointers
-// are part of a description.
+// A device's handle and plans, kept for the life of the process. Callers hold the mutex, also during cuBLASLt's call, because
+// descriptors contain the scales' pointers.
 struct OnThisDevice {
   std::mutex mutex;
   Handle handle = nullptr;
@@ -112,10 +113,10 @@ OnThisDevice& on_this_device(int device) {
   return devices[device];
 }
 
-// Why there is no handle; empty where there is.
+// Returns why there is no handle; "" if there is one.
 std::string make_handle(Handle& handle, cudaStream_t stream) {
   if (handle != nullptr) return "";
-  // It allocates, which a capture forbids.
+  // It allocates, which is forbidden during a capture.
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   if (cudaStreamIsCapturing(stream, &capture) != cudaSuccess || capture != cudaStreamCaptureStatusNone) {
     cudaGetLastError();
@@ -132,7 +133,7 @@ bool describe(const Plan& plan, int attribute, const Value& value) {
   return functions().desc_set(plan.desc.get(), attribute, &value, sizeof(value)) == 0;
 }
 
-// Why the plan couldn't be made; empty where it was. cuBLASLt counts columns first: it computes out^T = b a^T, its own A being b.
+// Returns why the plan couldn't be made; "" if it was. cuBLASLt is column-major: it computes out^T = b a^T, so its A is b.
 std::string make_plan(const ProductArguments& p, Handle handle, Plan& plan) {
   const Functions& f = functions();
   plan = {make(f.desc_destroy, f.desc_create, CUBLAS_COMPUTE_32F, CUDA_R_32F),
@@ -145,7 +146,7 @@ std::string make_plan(const ProductArguments& p, Handle handle, Plan& plan) {
              describe(plan, CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(p.fast)) &&
              describe(plan, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.b.scales) &&
              describe(plan, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.a.scales);
-  // Releases before 12.8 have no modes, and a scale for each tensor.
+  // Releases before 12.8 have no scale modes, only one scale per tensor.
   if (p.a.block_rows != 0 || p.b.block_rows != 0) {
     set = set && describe(plan, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, scale_mode(p.b.block_rows)) &&
           describe(plan, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, scale_mode(p.a.block_rows));
@@ -193,7 +194,7 @@ std::string launch_product(const ProductArguments& p, cudaStream_t stream) {
   if (found == on.plans.end()) {
     Plan plan{Owned(nullptr, nullptr), Owned(nullptr, nullptr), Owned(nullptr, nullptr), Owned(nullptr, nullptr), {}};
     if (const std::string wrong = make_plan(p, on.handle, plan); !wrong.empty()) return wrong;
-    // What is enqueued needs no plan any more.
+    // Enqueued work doesn't need its plan any more.
     if (on.plans.size() >= kMostPlans) on.plans.clear();
     found = on.plans.emplace(question, std::move(plan)).first;
   }

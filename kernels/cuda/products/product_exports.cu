@@ -1,20 +1,20 @@
-// The library's products of FP8 and bfloat16 matrices, callable as exports.cu says.
+// The library's products of FP8 and bfloat16 matrices, callable as described in exports.cu.
 //
 //   product(a, b, a_scales, b_scales, ends?, bias?, out, workspace?, a_element, a_block_rows, b_element, b_block_rows, a_ordered,
 //           b_ordered, own, tile, fast, accumulate)
-//       out [m, n] = a b^T of FP8 codes a [m, k] and b [n, k], + bias [n], + what out holds with `accumulate`.
+//       out [m, n] = a b^T for FP8 codes a [m, k] and b [n, k], + bias [n], + out with `accumulate`.
 //       ends (int32, on the device) makes it a product of groups, in one of two ways:
-//         out [m, n], b [groups, n, k], bias [groups, n]: rows of group g of a by the g-th of b; rows past the last end stay as they are;
-//         out [groups, m, n], a [m, k], b [n, k]: columns of group g of a by those of b, which lie as blockfp/exports.h says.
-//       element: of FP8 codes as exports.cu says; or 6 on both sides, of values in bfloat16, which go to the own kernel, with block_rows 0.
-//       block_rows: 0 (one scale for the tensor; or one for each group), 1 (1x128, or one for each row), 32 (32x128) or 128 (128x128).
-//       Scales are as they are stored, [.., rows, blocks]; those of 1x128 and 32x128 may be `ordered` for the product, [.., blocks,
-//       rows of codes filled up to a multiple of 4]; those of b of 128x128 may have any strides.
-//       own: by this library's kernel, on compute capability 9.0, in tiles of the shape `tile` (TileShape of gemm.h; -1 chooses). Else by
-//       cuBLASLt: no groups, k and n multiples of 16, m one of 4 where scales are of 1x128; `fast` lets it keep fewer bits of its sums.
-//       workspace: bytes on a multiple of 256, as many as blockfp/kernels/products.py counts; cuBLASLt has what is left.
+//         out [m, n], b [groups, n, k], bias [groups, n]: rows of group g of a by the g-th b; rows past the last end are unchanged;
+//         out [groups, m, n], a [m, k], b [n, k]: columns of group g of a by those of b, laid out as in blockfp/exports.h.
+//       element: of FP8 codes as in exports.cu; or 6 for both, bfloat16 values, which need `own` and block_rows 0.
+//       block_rows: 0 (one scale per tensor, or per group), 1 (1x128, or one per row), 32 (32x128) or 128 (128x128).
+//       Scales are as stored, [.., rows, blocks]; 1x128 and 32x128 scales may be `ordered` for the product, [.., blocks, rows of codes
+//       padded to a multiple of 4]; b's 128x128 scales may have any strides.
+//       own: this library's kernel, on compute capability 9.0, in tiles of the shape `tile` (TileShape of gemm.h; -1 chooses). Otherwise
+//       cuBLASLt: no groups, k and n multiples of 16, m a multiple of 4 with 1x128 scales; `fast` allows it fewer bits of its sums.
+//       workspace: bytes at a multiple of 256, as many as blockfp/kernels/products.py computes; cuBLASLt uses the rest.
 //   cublas_version()
-//       cuBLASLt's, such as 130100; 0 where the process finds none.
+//       cuBLASLt's version, such as 130100; 0 if the process finds none.
 #include "gemm.h"
 #include "on_device.h"
 #include "operands.h"
@@ -23,7 +23,7 @@ namespace blockfp {
 namespace cuda {
 namespace {
 
-// The caller's scratch memory, taken piece by piece before anything is launched.
+// The caller's scratch memory, allocated piece by piece before anything is launched.
 class Workspace {
  public:
   Workspace(const MaybeTensor& memory, DLDevice device) {
@@ -52,7 +52,7 @@ class Workspace {
   int64_t left_ = 0, taken_ = 0;
 };
 
-// One side of a product: codes [matrices, rows, k].
+// One operand of a product: codes [matrices, rows, k].
 struct Side {
   const char *name, *scales_name;
   TensorView codes, scales;
@@ -65,11 +65,11 @@ struct Side {
   int64_t blocks() const { return ceil_div(k, 128); }
   // Rows of the grid of scales.
   int64_t grid_rows() const { return block_rows == 0 ? 1 : ceil_div(rows, block_rows); }
-  // Whether scales can come in the product's order.
+  // Whether scales can be in the product's order.
   bool can_be_ordered() const { return block_rows == 1 || block_rows == 32; }
-  // 1x128: whether each row has one scale for all of a k of several blocks.
+  // 1x128: whether each row has one scale for a k of several blocks.
   bool whole_rows() const { return block_rows == 1 && blocks() > 1 && scales.size(ordered ? -2 : -1) == 1; }
-  // A scale for each block of k in each row, or for each row.
+  // Scales per row: one per block of k, or one.
   int64_t blocks_in_order() const { return block_rows == 0 || whole_rows() ? 1 : blocks(); }
 };
 
@@ -115,7 +115,7 @@ StoredScales stored(const Side& x) {
   return {data, x.matrices, x.rows, x.blocks_in_order(), x.block_rows, matrix_stride(x), x.scales.stride(-2), x.scales.stride(-1)};
 }
 
-// Where an operand will lie, and the copies that bring it there, which are launched once all is checked.
+// An operand's prepared codes and scales, and the copies that prepare them, launched after all checks.
 struct Laid {
   const void* codes;
   const float* scales;
@@ -123,14 +123,14 @@ struct Laid {
   float* scales_to = nullptr;
 };
 
-// Codes that the copy engine can read.
+// Provides codes that the copy engine can read.
 void place_codes(const Side& x, Workspace& memory, Laid& laid) {
   laid.codes = data_of<const void>(x.codes);
   if (x.k % 16 == 0 && aligned(laid.codes)) return;
   laid.codes = laid.codes_to = memory.take<uint8_t>(x.matrices * x.rows * ceil_div(x.k, 16) * 16);
 }
 
-// Scales of rows in order.
+// Provides scales of rows in order.
 void place_rows(const Side& x, Workspace& memory, Laid& laid) {
   laid.scales = data_of<const float>(x.scales);
   if (x.ordered && aligned(laid.scales)) return;
@@ -177,7 +177,7 @@ void by_own_kernel(const OnDevice& on, const Side& a, const Side& b, GemmArgumen
                       static_cast<TileShape>(tile), on.stream));
 }
 
-// cuBLASLt's scales: of 1x128 in the product's order, of 128x128 with rows filled up to four.
+// cuBLASLt's scales: 1x128 in the product's order, 128x128 with rows padded to a multiple of 4.
 const float* scales_for_cublas(const Side& x, Workspace& memory, Laid& laid) {
   laid.codes = data_of<const void>(x.codes);
   if (x.block_rows == 1) {

@@ -1,4 +1,4 @@
-// Activations by themselves, and their gradients: a thread takes eight neighbours.
+// Standalone activations and their gradients: a thread computes eight adjacent elements.
 #include "gated.cuh"
 #include "launch.h"
 
@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// Row and column of this thread's eight; false past the end of x.
+// Row and column of this thread's eight elements; false past the end of x.
 __device__ __forceinline__ bool own_eight(const Matrices& x, int64_t& row, int64_t& column) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x, across = x.columns / 8;
   row = index / across, column = (index - row * across) * 8;
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads)
   store_gate_and_up<T>(d_x, d_gated, row, column, d_gate, d_up);
 }
 
-// Calls body with a 16-bit dtype and an activation, as values of their types.
+// Calls body with a 16-bit dtype and an activation, as instances of their types.
 template <class Body>
 cudaError_t with_both(int dtype, Activation kind, Body body) {
   const auto with = [&](auto t) {
@@ -56,7 +56,7 @@ cudaError_t with_both(int dtype, Activation kind, Body body) {
   return dtype == Bf16::kId ? with(Bf16{}) : with(Fp16{});
 }
 
-// Blocks for the eights of x; 0 where there are none.
+// Number of thread blocks for x; 0 if x is empty.
 int64_t blocks_for(const Matrices& x) { return ceil_div(x.rows * (x.columns / 8), kThreads); }
 
 }  // namespace

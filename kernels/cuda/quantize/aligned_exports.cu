@@ -1,9 +1,9 @@
-// What is quantized straight to aligned codes, callable as exports.cu says.
+// Quantizers to aligned codes, callable as described in exports.cu.
 //
 //   quantize_aligned(x, recorded, codes?, scales?, codes_t?, scales_t?, stored_t?, stored_scales_t?, FORMAT)
 //       x: [.., rows, columns] with adjacent columns, quantized as by `quantize` with `mark`, rounded to nearest, then aligned as by `align`.
-//       codes, scales: along the rows of x. codes_t, scales_t: of x transposed; or stored_t, stored_scales_t: of x transposed as
-//       `quantize` writes them. recorded: int32, one element, which becomes the bits of Inf where x holds one. FORMAT: MX in 1x32.
+//       codes, scales: along the rows of x. codes_t, scales_t: of x transposed; or stored_t, stored_scales_t: of x transposed, as by
+//       `quantize`. recorded: int32 [1], becomes the bits of Inf if x contains one. FORMAT: MX in 1x32.
 #include "aligned_exports.h"
 
 namespace blockfp {

@@ -1,4 +1,4 @@
-// What exports that write aligned MX operands check of their arguments.
+// Argument checks of exports that write aligned MX operands.
 #pragma once
 
 #include "../aligned.cuh"
@@ -14,7 +14,7 @@ inline Format aligned_format(int64_t element, int64_t block_rows, int64_t block_
   return checked_format(element, block_rows, block_columns, rule);
 }
 
-// Aligned codes and scales of matrices of so many lines.
+// Aligned codes and scales of matrices with `lines` lines of `length` elements.
 inline AlignedOutput aligned_output(const char* name, const MaybeTensor& codes, const char* scales_name, const MaybeTensor& scales,
                                     DLDevice device, int64_t matrices, int64_t lines, int64_t length) {
   check_array(codes, name, device, matrices * lines * ceil_div(length, kAlignedUnit) * kAlignedUnit, 8,
@@ -26,7 +26,7 @@ inline AlignedOutput aligned_output(const char* name, const MaybeTensor& codes, 
   return {data_of<uint8_t>(codes), data_of<float>(scales)};
 }
 
-// Codes and scales along the columns as `quantize` writes them, of lines of so many codes.
+// Columnwise codes and scales as by `quantize`, with `lines` lines of `length` codes.
 inline Output stored_output(const MaybeTensor& codes, const MaybeTensor& scales, DLDevice device, const Format& format, int64_t matrices,
                             int64_t lines, int64_t length) {
   check_array(codes, "stored_t", device, matrices * lines * code_row_bytes(format.element, length), 8, "packed codes of x transposed");

@@ -21,7 +21,7 @@ cudaError_t launch_amax(const Matrices& x, int32_t* out, cudaStream_t stream) {
       if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
       amax_flat<T, kUnroll><<<blocks, kAmaxThreads, 0, stream>>>(static_cast<const typename T::Raw*>(x.data), elements, aligned(x.data), out);
     } else {
-      // Enough blocks to fill any GPU; each goes on to the next rows.
+      // Enough blocks to fill any GPU; each continues with further rows.
       const int64_t blocks = std::min(ceil_div(x.batches * x.rows, kAmaxThreads / 32), int64_t{1056});
       amax_general<T><<<blocks, kAmaxThreads, 0, stream>>>(x, out);
     }
@@ -31,7 +31,7 @@ cudaError_t launch_amax(const Matrices& x, int32_t* out, cudaStream_t stream) {
 
 namespace {
 
-// Launches amax_rotated: `launch` takes blocks of threads, eights along the rows, and groups of sixteen rows.
+// Launches amax_rotated; `launch` takes the numbers of thread blocks, of eights along a row, and of groups of sixteen rows.
 template <class Launch>
 cudaError_t rotated(const Matrices& x, int32_t* out, cudaStream_t stream, Launch launch) {
   if (cudaError_t error = cudaMemsetAsync(out, 0, 2 * sizeof(int32_t), stream); error != cudaSuccess) return error;
@@ -73,7 +73,7 @@ cudaError_t launch_amax_gated(const Matrices& x, const Gated& gated, bool rotate
                               : amax_of_gated<Fp16>(x, gated, rotated, out, stream);
 }
 
-// Raises the newest entry of a history to an amax that is finite.
+// Raises a history's newest entry to an amax unless that is Inf.
 __global__ void record_amax_in_history(const int32_t* amax, float* history) {
   if (*amax < kInfinity && __int_as_float(*amax) > *history) *history = __int_as_float(*amax);
 }

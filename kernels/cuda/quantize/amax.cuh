@@ -1,4 +1,4 @@
-// The largest magnitude of a tensor, and of each block of a grid: integer maxima, NaN ignored.
+// The largest magnitude of a tensor, and of each block of a grid: integer maxima, ignoring NaN.
 #pragma once
 
 #include "gated.cuh"
@@ -9,8 +9,8 @@ namespace cuda {
 
 constexpr int kAmaxThreads = 512, kRotatedThreads = 256;
 
-// Contiguous: `Unroll` eights of eight elements a thread. The last of x come first, so that what the cache still holds at the
-// end is what a cast reads first.
+// Contiguous x, `Unroll` groups of eight elements per thread. The end of x is read first, so that the cache ends with what a
+// cast reads first.
 template <class T, int Unroll>
 __global__ void __launch_bounds__(kAmaxThreads) amax_flat(const typename T::Raw* x, int64_t elements, bool vectors, int32_t* out) {
   __shared__ int32_t warps[kAmaxThreads / 32];
@@ -32,11 +32,11 @@ __global__ void __launch_bounds__(kAmaxThreads) amax_flat(const typename T::Raw*
   __syncthreads();
   if (threadIdx.x >= 32) return;
   const int32_t most = lanes_max<32>(threadIdx.x < kAmaxThreads / 32 ? warps[threadIdx.x] : 0);
-  // Most blocks have nothing larger than what is there already, and spare the others a wait.
+  // Most blocks find a larger value there already and skip the atomic.
   if (threadIdx.x == 0 && most > *static_cast<volatile int32_t*>(out)) atomicMax(out, most);
 }
 
-// Of what an activation makes: `Unroll` eights a thread.
+// The same for an activation's output: `Unroll` eights per thread.
 template <class T, int Unroll>
 __global__ void __launch_bounds__(kAmaxThreads) amax_gated(const __grid_constant__ Matrices x, const __grid_constant__ Gated gated,
                                                            int64_t eights, int32_t* out) {
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kAmaxThreads) amax_gated(const __grid_constant
   if (threadIdx.x == 0 && most > *static_cast<volatile int32_t*>(out)) atomicMax(out, most);
 }
 
-// What amax_rotated reads: x as it lies, or what an activation makes of it.
+// Sources of amax_rotated: x itself, or an activation's output.
 struct PlainEights {
   bool vectors;
 
@@ -87,7 +87,7 @@ struct GatedEights {
   }
 };
 
-// The amax of what is read, and of its rotated columns: a thread takes eight columns of sixteen rows.
+// The amax of the source, and of its rotated columns: a thread has eight columns of sixteen rows.
 template <class T, class Eights>
 __global__ void __launch_bounds__(kRotatedThreads)
     amax_rotated(const __grid_constant__ Matrices x, const __grid_constant__ Eights eights, int64_t across, int64_t groups, int32_t* out) {
@@ -111,14 +111,14 @@ __global__ void __launch_bounds__(kRotatedThreads)
   raise_amax(out + 1, rotated);
 }
 
-// fp32 bits of an element of any matrices.
+// fp32 bits of an element of matrices with any strides.
 template <class T>
 __device__ __forceinline__ int32_t element_bits(const Matrices& x, int64_t batch, int64_t row, int64_t column) {
   const auto* data = static_cast<const typename T::Raw*>(x.data);
   return widen<T, float>(data[batch * x.batch_stride + row * x.row_stride + column * x.column_stride]);
 }
 
-// Any strides. A warp takes a row at a time.
+// Any strides; a warp takes a row at a time.
 template <class T>
 __global__ void __launch_bounds__(kAmaxThreads) amax_general(const __grid_constant__ Matrices x, int32_t* out) {
   int32_t most = 0;
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kAmaxThreads) amax_general(const __grid_consta
   raise_amax(out, most);
 }
 
-// A warp for each block of the grid.
+// A warp per block of the grid.
 template <class T>
 __global__ void __launch_bounds__(kAmaxThreads) amax_blocks(const __grid_constant__ AmaxBlocksArguments a, int64_t grid_rows,
                                                             int64_t grid_columns) {

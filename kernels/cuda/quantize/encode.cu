@@ -1,5 +1,5 @@
-// Codes for scales that are decided elsewhere: from amaxes reduced over ranks, or carried along, or those that a weight without a master
-// had before its step. Any strides, any origin, any element, each with its own block's multiplier.
+// Codes for scales that are determined elsewhere: from amaxes reduced over ranks, given directly, or derived from the previous
+// scales of a weight without a master. Any strides, origin and element; each element has its block's multiplier.
 #include <algorithm>
 
 #include "amax.cuh"
@@ -12,7 +12,7 @@ namespace cuda {
 
 constexpr int kEncodeThreads = 256;
 
-// Stored scale and multiplier of a block, from its amax or from the scale that is given.
+// Stored scale and multiplier of a block, from its amax or its given scale.
 template <class E>
 __device__ BlockScale<float> known_scale(const EncodeArguments& a, int64_t block) {
   using R = ScaleRule;
@@ -40,7 +40,7 @@ __device__ BlockScale<float> known_scale(const EncodeArguments& a, int64_t block
   return {0, stored_multiplier(rule, stored, a.tensor_scale == nullptr ? 1.0f : *a.tensor_scale)};
 }
 
-// Random numbers of elements that follow each other, of `Random` bytes each.
+// Random numbers of consecutive elements, `Random` bytes each.
 template <int Random>
 struct RandomRun {
   static constexpr int kServed = 8 / Random;  // elements of a counter
@@ -57,7 +57,7 @@ struct RandomRun {
   }
 };
 
-// A thread has eight columns of a row. `Random`: bytes of an element, 0 to round to nearest.
+// A thread has eight columns of a row. `Random`: bytes per element, 0 rounds to nearest.
 template <class E, class T, int Random>
 __global__ void __launch_bounds__(kEncodeThreads) encode(const __grid_constant__ EncodeArguments a, int64_t grid_rows,
                                                          int64_t grid_columns) {
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kEncodeThreads) encode(const __grid_constant__
   for (int i = 0; i < count; ++i) {
     const int64_t column = first + i;
     if (column == end) {
-      int64_t block = 0;  // the one scale of all matrices
+      int64_t block = 0;  // of the single scale of all matrices
       end = a.x.columns;
       if (a.format.block_rows != 0) {
         const int64_t across = (a.window.column_phase + column) / a.format.block_columns;
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kEncodeThreads) encode(const __grid_constant__
   for (int i = 0; i < bytes; ++i) out[i] = word >> (8 * i);
 }
 
-// The stored scale of a block that goes on from the one it had.
+// A block's stored scale, derived from its previous one.
 template <class E>
 __device__ int32_t kept_scale(const EncodeArguments& a, int64_t block, const KeptTensorScale& tensor) {
   const int32_t amax = a.blocks[block];
@@ -109,7 +109,7 @@ __device__ int32_t kept_scale(const EncodeArguments& a, int64_t block, const Kep
   return a.format.two_levels() ? kept_e4m3_scale<E>(stored, amax, tensor) : kept_e8m0_scale<E>(stored, amax);
 }
 
-// The stored scales of given amaxes, a thread a block.
+// Stored scales from given amaxes, a thread per block.
 template <class E>
 __global__ void __launch_bounds__(kEncodeThreads) encode_scales(const __grid_constant__ EncodeArguments a, int64_t blocks) {
   const int64_t block = static_cast<int64_t>(blockIdx.x) * kEncodeThreads + threadIdx.x;
@@ -146,7 +146,7 @@ cudaError_t launch_encode(const EncodeArguments& a, cudaStream_t stream) {
   const int64_t blocks = per_tensor ? 1 : (empty ? 0 : a.x.batches * grid_rows * grid_columns);
   return with_element(a.format.element, [&](auto element) {
     using E = decltype(element);
-    if (a.blocks != nullptr || a.amax != nullptr) {  // an empty x has no blocks, but its tensor's scale
+    if (a.blocks != nullptr || a.amax != nullptr) {  // an empty x has no blocks, but a tensor scale
       const int64_t launched = ceil_div(std::max(blocks, int64_t{1}), kEncodeThreads);
       if (launched > kMostBlocks) return cudaErrorInvalidConfiguration;
       encode_scales<E><<<launched, kEncodeThreads, 0, stream>>>(a, blocks);
@@ -155,7 +155,7 @@ cudaError_t launch_encode(const EncodeArguments& a, cudaStream_t stream) {
     const int64_t launched = ceil_div(a.x.batches * a.x.rows * ceil_div(a.x.columns, 8), kEncodeThreads);
     if (launched > kMostBlocks) return cudaErrorInvalidConfiguration;
     EncodeArguments by_scales = a;
-    if (a.keeps) by_scales.blocks = nullptr;  // its scales are there now
+    if (a.keeps) by_scales.blocks = nullptr;  // its scales have been written
     with_dtype(a.x.dtype, [&](auto dtype) {
       launch_codes<E, decltype(dtype)>(by_scales, launched, grid_rows, grid_columns, stream);
       return 0;

@@ -1,8 +1,8 @@
-// NVFP4's choice between two scales of a block on the GPU: estimates first, then, where these are too close, the formula of
+// NVFP4's choice between two scales of a block on the GPU: by estimates, and if these are too close by the formula of
 // blockfp/four_over_six.h.
 //
-// The formula rounds each element's value twice and its error once, which takes three times the steps that the codes themselves take.
-// Distances of the scaled elements from their codes say nearly the same, and give the codes of both scales besides.
+// The formula rounds each element's value twice and its error once, three times the steps of the codes themselves. Distances of
+// the scaled elements from their codes are nearly proportional to the errors, and also give the codes under both scales.
 #pragma once
 
 #include "block_scale.cuh"
@@ -14,7 +14,7 @@ namespace cuda {
 
 // ---- by the formula
 
-// The sum of the errors of 16 magnitudes, one in each lane of half a warp. A call, since few blocks come here.
+// The sum of 16 magnitudes' errors, one in each lane of half a warp. Not inlined, since few blocks need it.
 static __device__ __noinline__ float sum_errors(float magnitude, float multiplier, float scale, float tensor_amax, ScaleRule rule) {
   const int32_t code = four_over_six_code<E2M1, float>(magnitude, multiplier);
   const float nearest = four_over_six_value<E2M1, float>(code, scale, tensor_amax, rule);
@@ -41,8 +41,8 @@ __device__ __forceinline__ float element(const Eight<T> (&halves)[2], int i) {
   return kWords<T> == 4 && i % 2 != 0 ? value<T>(found, 1) : value<T>(found, 0);
 }
 
-// Of a block, by a whole warp: each lane has an element of a row of 16, lanes 0 to 15 under the scale for 6, the others under that for 4.
-// A lane that did it alone would keep the others waiting.
+// Computes a block by the formula with a whole warp: each lane has an element of a row of 16, lanes 0 to 15 under the scale for
+// 6, the others under that for 4. If a single lane did it, the others would wait.
 struct ByFormula {
   TriedScale<float> tried;
   float tensor_amax;
@@ -51,7 +51,7 @@ struct ByFormula {
   __device__ __forceinline__ ByFormula(int32_t amax, const TensorScale& t, ScaleRule of)
       : tried(four_over_six_scale<E2M1, float>(amax, threadIdx.x & 16, t.multiplier, t.decode)), tensor_amax(t.factor), rule(of) {}
 
-  // The sum of the errors of a row under this lane's scale. The row's halves lie in lanes `left` and `right`.
+  // The sum of a row's errors under this lane's scale. The row's halves are in lanes `left` and `right`.
   template <class T>
   __device__ __forceinline__ float sum(const Eight<T>& x, const Eight<T>& beside, int left, int right) const {
     Eight<T> halves[2];
@@ -63,14 +63,14 @@ struct ByFormula {
     return sum_errors(fabsf(element<T>(halves, threadIdx.x % 16)), tried.multiplier, tried.value, tensor_amax, rule);
   }
 
-  // The scale for 4 where its errors are smaller: not where one is NaN.
+  // The scale for 4 if its errors are smaller; not if one is NaN.
   __device__ __forceinline__ BlockScale<float> chosen(float total) const {
     const int from = __shfl_sync(0xFFFFFFFFu, total, 16) < __shfl_sync(0xFFFFFFFFu, total, 0) ? 16 : 0;
     return {__shfl_sync(0xFFFFFFFFu, tried.stored, from), __shfl_sync(0xFFFFFFFFu, tried.multiplier, from)};
   }
 };
 
-// Calls each(lane) for one after the other of those that are wanted, with all lanes of the warp.
+// Calls each(lane) for every lane where `wanted` is true, one after another, with all lanes of the warp.
 template <class Each>
 __device__ __forceinline__ void for_each_lane(bool wanted, Each each) {
   for (uint32_t left = __ballot_sync(0xFFFFFFFFu, wanted); left != 0; left &= left - 1) each(__ffs(left) - 1);
@@ -78,28 +78,28 @@ __device__ __forceinline__ void for_each_lane(bool wanted, Each each) {
 
 // ---- by estimates
 
-// Whether estimates hold for a tensor: nothing that its formulas come by is subnormal or Inf.
+// Whether estimates hold for a tensor: none of its formulas' intermediate results is subnormal or Inf.
 __device__ __forceinline__ bool is_plain(float tensor_amax) { return tensor_amax >= 0x1p-80f && tensor_amax <= 0x1p110f; }
 
-// amax / 6, rounded once, as a division does it but for numbers that are tiny or huge: the remainder corrects the product.
+// amax / 6, rounded once as by a division, except for tiny or huge numbers: the remainder corrects the product.
 __device__ __forceinline__ float divide_by_max(float amax) {
   static_assert(E2M1::kMax == 6, "held against divisions of every mantissa");
   const float quotient = __fmul_rn(amax, element_max_reciprocal<E2M1>());
   return __fmaf_rn(__fmaf_rn(quotient, -6.0f, amax), element_max_reciprocal<E2M1>(), quotient);
 }
 
-// 1 / x, rounded once, of normal numbers whose reciprocal is one.
+// 1 / x, rounded once, for normal numbers with normal reciprocals.
 __device__ __forceinline__ float plain_reciprocal(float x) {
   float out;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
   return __fmaf_rn(out, __fmaf_rn(-x, out, 1.0f), out);
 }
 
-// Eight E2M1 codes without signs, the top bits of nibbles arbitrary, under each of two scales.
+// Eight E2M1 codes without signs under each of two scales; the nibbles' top bits are arbitrary.
 struct Candidates {
   uint32_t of[2];
 
-  // Those of one, with the signs of x.
+  // The codes under one scale, with the signs of x.
   template <class T>
   __device__ __forceinline__ uint2 chosen(bool second, const Eight<T>& x) const {
     float values[8];
@@ -109,12 +109,12 @@ struct Candidates {
   }
 };
 
-// Scales of a block and what its errors come to under each, in the scale's own units.
+// A block's two scales and an estimate of its errors under each, in units of the scale.
 class Estimates {
  public:
-  static constexpr float kDown = kE2m1Down;  // elements are scaled by this besides
+  static constexpr float kDown = kE2m1Down;  // elements are also scaled by this
 
-  // Of a block with this amax.
+  // For a block with this amax.
   __device__ __forceinline__ Estimates(int32_t amax, const QuantizeArguments& a, const TensorScale& t)
       : rule_(a.format.rule), empty_(amax == 0) {
     const float base = multiply(divide_by_max(from_bits<float>(amax)), t.multiplier);
@@ -126,12 +126,12 @@ class Estimates {
       units_[k] = multiply(k == 0 ? __low2float(values) : __high2float(values), t.decode);
       const float multiplier = units_[k] == 0.0f ? from_bits<float>(kFp32Max) : plain_reciprocal(units_[k]);
       multipliers_[k] = multiply(multiplier, kDown);
-      // From 7 on the nearest magnitude would be 8.
+      // From 7 on, the nearest magnitude would be 8.
       valid_ = valid_ && multiply(from_bits<float>(amax), multipliers_[k]) < 7 * kDown;
     }
   }
 
-  // Adds the distances of elements, or their squares; returns their codes.
+  // Adds the elements' distances, or their squares; returns their codes.
   template <class T, int Count>
   __device__ __forceinline__ void add(const Eight<T> (&x)[Count], Candidates (&codes)[Count]) {
     if (squares_errors(rule_)) {
@@ -143,21 +143,21 @@ class Estimates {
     }
   }
 
-  // To the sums those of a lane that has another part of the block.
+  // Adds the sums of a lane with another part of the block.
   __device__ __forceinline__ void add_lane(int distance) {
 #pragma unroll
     for (int k = 0; k < 2; ++k) sums_[k] += __shfl_xor_sync(0xFFFFFFFFu, sums_[k], distance);
   }
 
-  // Whether the formula is sure to choose as `takes_4` says. It rounds values twice, elements times the multiplier five times, an error
-  // and each sum once; with the roundings of the sums here that is at most 2^-13 units for 16 elements, 2^-9 for 256, and of squares twice
-  // as much.
+  // Whether the formula is certain to choose as `takes_4` does. It rounds values twice, elements times the multiplier five
+  // times, an error and each sum once; together with the roundings of the sums here, that is at most 2^-13 units for 16
+  // elements, 2^-9 for 256, and twice as much for squares.
   template <int Elements>
   __device__ __forceinline__ bool is_sure() const {
     static_assert(Elements == 16 || Elements == 256, "counted for these");
     const float margin =
         (weight(0) + weight(1)) * (Elements == 16 ? 0x1p-13f : 0x1p-9f) * (squares_errors(rule_) ? 2 * kDown * kDown : kDown);
-    if (empty_) return sums_[0] == 0.0f;  // not with a NaN
+    if (empty_) return sums_[0] == 0.0f;  // false if there is a NaN
     return valid_ && margin > 0x1p-100f && fabsf(error(0) - error(1)) > margin;
   }
 
@@ -179,33 +179,33 @@ class Estimates {
       for (int i = 0; i < 8; ++i) {
         const float y = __fmul_rn(fabsf(value<T>(x, i)), multipliers_[k]);
         const float power = fmaxf(from_bits<float>(to_bits(y) & kInfinity), kDown);
-        // A sum whose last place is the spacing of E2M1 at y; all of this is exact but for that.
+        // A sum whose last place is E2M1's spacing at y; everything else here is exact.
         const float shifted = __fmaf_rn(power, 0x1p22f, y);
         nearest[i] = __fmaf_rn(power, -0x1p22f, shifted);
         const float distance = __fadd_rn(y, -nearest[i]);
         sums_[k] = Squares ? __fmaf_rn(distance, distance, sums_[k]) : __fadd_rn(sums_[k], fabsf(distance));
       }
       const float even[4] = {nearest[0], nearest[2], nearest[4], nearest[6]}, odd[4] = {nearest[1], nearest[3], nearest[5], nearest[7]};
-      // Bytes of four times the code, and two bits below it that are zero.
+      // Bytes of four times the code; the two bits below it are zero.
       codes.of[k] = select_bits(0x0F0F0F0Fu, convert_four<false>(even) >> 2, convert_four<false>(odd) << 2);
     }
     return codes;
   }
 
-  // What a distance counts, or its square.
+  // Error per unit of distance, or of squared distance.
   __device__ __forceinline__ float weight(int k) const { return squares_errors(rule_) ? units_[k] * units_[k] : units_[k]; }
   __device__ __forceinline__ float error(int k) const { return weight(k) * sums_[k]; }
 
   ScaleRule rule_;
-  bool empty_, valid_;  // all are zeros or NaN; estimates tell something of the block: no Inf, nothing beyond the largest code
+  bool empty_, valid_;  // all elements are zero or NaN; estimates are meaningful: no Inf, and nothing beyond the largest code
   uint32_t stored_;
   float units_[2], multipliers_[2];
   float sums_[2] = {0.0f, 0.0f};
 };
 
-// ---- blocks of 1x16, which a thread holds
+// ---- blocks of 1x16, held by a thread
 
-// Puts the scale into those that are not sure. Every lane of the warp comes here.
+// Replaces a scale that isn't certain by the formula's choice. Every lane of the warp must call it.
 template <class T>
 __device__ __forceinline__ void choose_by_formula(const Eight<T> (&x)[2], int32_t amax, const QuantizeArguments& a,
                                                   const TensorScale& tensor, bool sure, BlockScale<float>& scale) {
@@ -216,7 +216,8 @@ __device__ __forceinline__ void choose_by_formula(const Eight<T> (&x)[2], int32_
   });
 }
 
-// The scale, and the codes if they are sure: else `encode`, called with the multiplier, makes them. Every lane of the warp comes here.
+// Chooses the scale, and computes the codes if it is certain; otherwise `encode`, called with the multiplier, does. Every lane
+// of the warp must call it.
 template <class T, class Encode>
 __device__ __forceinline__ BlockScale<float> choose_and_encode(const Eight<T> (&x)[2], int32_t amax, const QuantizeArguments& a,
                                                                const TensorScale& tensor, uint2 (&codes)[2], Encode encode) {
@@ -232,7 +233,7 @@ __device__ __forceinline__ BlockScale<float> choose_and_encode(const Eight<T> (&
   return scale;
 }
 
-// The scale alone. Every lane of the warp comes here.
+// Chooses the scale only. Every lane of the warp must call it.
 template <class T>
 __device__ __forceinline__ BlockScale<float> choose_scale(const Eight<T> (&x)[2], int32_t amax, const QuantizeArguments& a,
                                                           const TensorScale& tensor) {
@@ -244,12 +245,12 @@ __device__ __forceinline__ BlockScale<float> choose_scale(const Eight<T> (&x)[2]
   return scale;
 }
 
-// ---- blocks of 16x16, which four lanes hold, two side by side, two on top of each other
+// ---- blocks of 16x16, held by four lanes, two side by side and two above each other
 
-constexpr int kBeside = 1, kBelow = 8;  // lanes apart
+constexpr int kBeside = 1, kBelow = 8;  // distances of lanes
 
-// The scale of the block that begins in lane `first`, from the rows of each lane. A call, with rows in memory: registers are for what is
-// frequent.
+// Chooses the scale of the block that begins in lane `first`, from the rows of each lane. Not inlined, with rows in memory:
+// registers are kept for the frequent path.
 template <class T>
 __device__ __noinline__ BlockScale<float> choose_square_by_formula(const Eight<T>* own, ByFormula formula, int first) {
   float rows[2 * kDepth];
@@ -261,7 +262,7 @@ __device__ __noinline__ BlockScale<float> choose_square_by_formula(const Eight<T
   return formula.chosen(four_over_six_sum(rows));
 }
 
-// Codes of a piece's rows that are known, as PieceCodes gives them.
+// Known codes of a piece's rows, with the interface of PieceCodes.
 struct KnownCodes {
   uint2 of_row[kDepth];
 
@@ -272,8 +273,8 @@ struct KnownCodes {
   }
 };
 
-// The scale, and codes rounded to nearest: where they are not known at once `encode`, called with the multiplier, gives those of a row.
-// Every lane of the warp comes here.
+// Chooses the scale, and computes codes rounded to nearest; if they aren't known from the choice, `encode`, called with the
+// multiplier, gives those of a row. Every lane of the warp must call it.
 template <class E, class T, Rounding R, class Encode>
 __device__ __forceinline__ BlockScale<float> choose_square(const Piece<E, T, R>& piece, int32_t amax, const TensorScale& tensor,
                                                            KnownCodes& codes, Encode encode) {

@@ -1,8 +1,8 @@
-// Elements that an activation makes, in registers: loading gate and up, silu and gelu, and their derivatives.
+// Elements computed by an activation, in registers: loading gate and up, silu and gelu, and their derivatives.
 //
-// The bits are those of PyTorch's eager operations on this device: each computes in fp32 and rounds to T. So the expressions are written
-// as theirs are, and contracted alike. Whether that holds is asked at run time, over all values of a gate
-// (torch_backend/custom_ops/activation_kernels.py), because another PyTorch may compute otherwise.
+// The bits are those of PyTorch's eager operations on this device, each of which computes in fp32 and rounds to T. So the
+// expressions are written like PyTorch's and contracted alike. Whether they agree is tested at run time, over all values of a
+// gate (torch_backend/custom_ops/gated_kernels.py), because another PyTorch may compute differently.
 #pragma once
 
 #include <type_traits>
@@ -80,12 +80,12 @@ __device__ __forceinline__ Eight<T> activation_of(const Eight<T>& gate) {
   return rounded<T>([&](int i) { return activation_of<A>(value<T>(gate, i)); });
 }
 
-// Eight neighbours of the gate, and of what it lets through.
+// Eight adjacent elements of the gate and of up.
 template <class T>
 struct GateAndUp {
   Eight<T> gate, up;
 
-  // Of row `row` from `column` on, a multiple of eight; rows are aligned for vectors.
+  // Loads from row `row`, starting at `column`, a multiple of eight; rows are aligned for vectors.
   __device__ __forceinline__ void load(const Matrices& x, const Gated& g, int64_t row, int64_t column) {
     using Raw = typename T::Raw;
     const Raw* at = static_cast<const Raw*>(x.data) + row * x.row_stride;
@@ -111,7 +111,7 @@ struct GateAndUp {
   }
 };
 
-// As GateAndUp::load, the other way.
+// The inverse of GateAndUp::load.
 template <class T>
 __device__ __forceinline__ void store_gate_and_up(const Matrices& x, const Gated& g, int64_t row, int64_t column, const Eight<T>& gate,
                                                   const Eight<T>& up) {

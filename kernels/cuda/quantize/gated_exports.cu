@@ -1,18 +1,18 @@
-// What is quantized of an activation's output, which never lies in memory, and the activation's gradient.
+// Quantizers of an activation's output, which is never stored, and the activation's gradient.
 //
 //   quantize_gated(gate, up?, amax?, recorded?, codes?, scales?, tensor_scale?, codes_t?, scales_t?, tensor_scale_t?, activation, FORMAT,
 //                  measure, eps_bits, largest_bits, rotate_t)
-//       As `quantize` (exports.cu) with `mark` of activation(gate), or of activation(gate) * up, rounded to nearest.
+//       As `quantize` (exports.cu) with `mark`, for activation(gate) or activation(gate) * up, rounded to nearest.
 //   quantize_gated_aligned(gate, up?, recorded, codes?, scales?, codes_t?, scales_t?, activation, FORMAT)
-//       As `quantize_aligned` (aligned_exports.cu) of the same.
+//       As `quantize_aligned` (aligned_exports.cu), for the same.
 //   activation(gate, up?, out, activation)
 //       out: [rows, columns], contiguous.
 //   activation_gradient(gradient, gate, up?, d_gate, d_up?, activation)
-//       d_gate and d_up lie as gate and up do: side by side, or in pairs.
+//       d_gate and d_up have the layout of gate and up: separate, or in pairs.
 //
-// gate, up: bfloat16 or float16 [rows, columns], columns a multiple of 8, rows that begin on multiples of 16 bytes. Either their columns
-// are adjacent, or they are every second element of pairs, gate first. activation: 0 silu, 1 gelu by tanh, 2 gelu by erf. Along the columns
-// rows come in multiples of 16 (E2M1: 32), along rows alone columns in whole blocks.
+// gate, up: bfloat16 or float16 [rows, columns], columns a multiple of 8, rows at multiples of 16 bytes. Their columns are
+// adjacent, or alternate in pairs, gate first. activation: 0 silu, 1 gelu by tanh, 2 gelu by erf. Columnwise quantization needs
+// rows in multiples of 16 (E2M1: 32); rowwise alone needs columns in whole blocks.
 #include "aligned_exports.h"
 #include "gated.cuh"
 #include "made_arguments.h"

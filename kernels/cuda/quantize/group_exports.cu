@@ -1,22 +1,22 @@
-// The library's functions for rows that are sorted by group, callable as exports.cu says. Where codes and scales lie: blockfp/groups.h.
+// The library's functions for rows sorted by group, callable as described in exports.cu. blockfp/groups.h describes the layout.
 //
 //   group_rows(ends, words, tokens)
-//       ends: int32 [groups]. words: int32, group_words(tokens, groups) of them: first the ends, ascending and at most `tokens`, then
-//       padded_ends, then tiles. What follows takes them.
-//   group_words(tokens, groups) -> how many
-//   group_columns(tokens, groups) -> columns of the codes along the columns
+//       ends: int32 [groups]. words: int32 [group_words(tokens, groups)]: first the ends, ascending and at most `tokens`, then
+//       padded_ends, then tiles. The following functions take them.
+//   group_words(tokens, groups) -> number of words
+//   group_columns(tokens, groups) -> columns of the columnwise codes
 //   quantize_groups(x, words, keys?, amax?, recorded?, overflows?, codes?, scales?, tensor_scale?, codes_t?, scales_t?, tensor_scale_t?,
 //                   groups, rows_keyed, columns_keyed, FORMAT, measure, eps_bits, largest_bits, rotate_t)
-//       x: [tokens, features]. keys: [groups, 2, 2] words, as of fold_keys; rows_keyed and columns_keyed say which directions round with
-//       them. amax: int32 [groups], with rotate_t [groups, 2], of formats with one scale or two levels; with `measure` it is computed
-//       first; a float32 is one multiplier for all. recorded: int32 [groups], raised to the amaxes. overflows: int32 [groups], for formats
-//       without amax, which this clears and uses. Scales of groups that hold an Inf are NaN.
+//       x: [tokens, features]. keys: [groups, 2, 2] words, as from fold_keys; rows_keyed and columns_keyed say which directions are
+//       rounded with them. amax: int32 [groups], with rotate_t [groups, 2], for formats with one scale or two levels; with `measure` it
+//       is computed first; a float32 is one multiplier for all. recorded: int32 [groups], raised to the amaxes. overflows: int32
+//       [groups], scratch for formats without amax. Scales of groups that contain an Inf are NaN.
 //   quantize_groups_aligned(x, words, overflows, codes?, scales?, codes_t?, scales_t?, stored_t?, stored_scales_t?, groups, FORMAT)
-//       As `quantize_aligned` (aligned_exports.cu), group by group. codes: [tokens, features filled up], codes_t: [features, columns].
+//       As `quantize_aligned` (aligned_exports.cu), by group. codes: [tokens, features padded], codes_t: [features, columns].
 //   sum_groups(x, words, out)
-//       x: [tokens, features], contiguous; out: float32 [groups, features], the sums of each group's rows.
+//       x: [tokens, features], contiguous; out: float32 [groups, features], sums over each group's rows.
 //   clear_groups(words, rows?, matrices?, groups)
-//       rows: [tokens, ..], whose rows past the last end become zero; matrices: [groups, ..], of which those of groups without rows do.
+//       clears the rows [tokens, ..] past the last end, and the matrices [groups, ..] of groups without rows.
 #include "aligned_exports.h"
 
 namespace blockfp {

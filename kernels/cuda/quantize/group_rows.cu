@@ -1,5 +1,5 @@
-// Where groups of rows lie, and small things that are done group by group: amaxes, scales of what holds an Inf, zeros for what no group
-// has. Their launches don't depend on where the groups end, which is in device memory.
+// Positions of groups of rows, and small operations by group: amaxes, scales of groups with an Inf, clearing of rows without a
+// group. Launches don't depend on the groups' ends, which are in device memory.
 #include <algorithm>
 
 #include "../aligned.cuh"
@@ -13,12 +13,12 @@ namespace {
 
 constexpr int kRowsThreads = 1024, kWarps = kRowsThreads / 32;
 
-// Units along the columns, and tiles.
+// Padding units along the columns, and tiles.
 struct Counts {
   int32_t units, tiles;
 };
 
-// Scans of the block's threads, each with those before it and itself. `warps` is used again: threads meet at both ends.
+// Inclusive scan over the block's threads. `warps` is reused, so threads synchronize before and after.
 template <class T, class Shuffle, class Combine>
 __device__ __forceinline__ T scan(T own, T (&warps)[kWarps], Shuffle shuffle, Combine combine) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -45,13 +45,13 @@ __device__ __forceinline__ Counts scan_sums(Counts own, Counts (&warps)[kWarps])
 
 __device__ __forceinline__ int32_t divide_up(int32_t a, int32_t b) { return a / b + (a % b != 0); }
 
-// One block: each thread has a group, of as many as there are threads at a time.
+// A single thread block: each thread has a group, and they advance together.
 __global__ void __launch_bounds__(kRowsThreads) group_rows(const int32_t* ends, int32_t tokens, int32_t groups, int32_t* words,
                                                            GroupTile* tiles, int32_t most_tiles) {
   __shared__ int32_t largest[kWarps];
   __shared__ Counts sums[kWarps];
   __shared__ int32_t starts[kRowsThreads + 1];  // of the groups, in x
-  __shared__ Counts before[kRowsThreads + 1];   // each group
+  __shared__ Counts before[kRowsThreads + 1];   // each group's totals of the groups before
   __shared__ int32_t carried_end;
   __shared__ Counts carried;
   if (threadIdx.x == 0) carried_end = 0, carried = {0, 0};
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kRowsThreads) group_rows(const int32_t* ends, 
   for (int32_t first = 0; first < groups; first += kRowsThreads) {
     const int32_t group = first + threadIdx.x;
     const bool is_group = group < groups;
-    // Ends that descend, or lie outside of x, are those before them, or x's.
+    // Ends that descend or are outside of x are clamped to the previous end or to x.
     int32_t end = is_group ? min(max(ends[group], 0), tokens) : 0;
     end = max(scan_largest(end, largest), carried_end);
     starts[threadIdx.x + 1] = end;
@@ -133,13 +133,13 @@ __global__ void __launch_bounds__(kAmaxThreads) group_amax(const __grid_constant
 #pragma unroll
   for (int i = 0; i < kAmaxThreads / 32; ++i) of_block = max(of_block, warps[threadIdx.x][i]);
   int32_t* to = out + tile.group * kAmaxes + threadIdx.x;
-  // Most blocks have nothing larger than what is there already, and spare the others a wait.
+  // Most blocks find a larger value there already and skip the atomic.
   if (of_block > *static_cast<volatile int32_t*>(to)) atomicMax(to, of_block);
 }
 
 constexpr int kSumThreads = 256, kSumColumns = 64, kSumLanes = kSumThreads / kSumColumns;
 
-// Sums of a group's rows: a block has some columns of a group, and each of its threads every fourth row of one.
+// Sums over a group's rows: a block has some columns of a group, and a thread every fourth row of one.
 template <class T>
 __global__ void __launch_bounds__(kSumThreads) sum_groups(const typename T::Raw* x, int64_t columns, const int32_t* ends, float* out) {
   __shared__ float parts[kSumLanes][kSumColumns];
@@ -169,7 +169,7 @@ __device__ __forceinline__ void spoil(void* scales, int64_t index, bool bytes) {
   }
 }
 
-// The aligned codes and scales of a tile's rows and columns.
+// Sets the aligned codes and scales of a tile's rows and columns to NaN.
 __device__ __forceinline__ void spoil_aligned(const QuantizeArguments& a, const GroupTile& tile) {
   constexpr uint8_t kNanCode = E4M3::kNanCode;
   const auto filled = [](int64_t length, int64_t unit) { return (length + unit - 1) / unit * unit; };
@@ -192,7 +192,7 @@ __device__ __forceinline__ void spoil_aligned(const QuantizeArguments& a, const 
   }
 }
 
-// A block has a tile of 128 rows, whose scales it spoils where the group holds an Inf.
+// A block has a tile of 128 rows, whose scales become NaN if the group contains an Inf.
 __global__ void __launch_bounds__(kSpoilThreads) spoil_groups(const __grid_constant__ QuantizeArguments a) {
   const GroupTile tile = a.groups.tiles[blockIdx.x];
   if (tile.group < 0 || a.groups.overflows[tile.group * a.groups.overflow_stride] != kInfinity) return;
@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(kClearThreads) clear_rows(const int32_t* last,
   }
 }
 
-// Each group's matrix has a few blocks.
+// A few thread blocks per group's matrix.
 __global__ void __launch_bounds__(kClearThreads) clear_matrices(const int32_t* ends, char* matrices, int64_t matrix_bytes) {
   const int64_t group = blockIdx.x / kClearOfMatrix, own = blockIdx.x % kClearOfMatrix;
   if (ends[group] == (group == 0 ? 0 : ends[group - 1])) {
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(kClearThreads) clear_matrices(const int32_t* e
 
 cudaError_t launch_group_rows(const int32_t* ends, int64_t tokens, int64_t groups, int32_t* words, cudaStream_t stream) {
   if (groups == 0) return cudaSuccess;
-  // Rows and columns are counted in 32 bits.
+  // Rows and columns are 32-bit counts.
   if (group_columns(tokens, groups) > INT32_MAX) return cudaErrorInvalidValue;
   auto* tiles = const_cast<GroupTile*>(tiles_of_groups(words, groups));
   group_rows<<<1, kRowsThreads, 0, stream>>>(ends, static_cast<int32_t>(tokens), static_cast<int32_t>(groups), words, tiles,

@@ -1,4 +1,4 @@
-// The random Hadamard transform of columns that lie in a thread.
+// The random Hadamard transform of columns held by a thread.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -8,7 +8,7 @@
 namespace blockfp {
 namespace cuda {
 
-// Elements 2 pair and 2 pair + 1: a magnitude below 2^-100 becomes zero of its sign. fp16 has nothing so small.
+// Elements 2 pair and 2 pair + 1: magnitudes below 2^-100 become zero with their sign. fp16 has no such magnitudes.
 template <class T>
 __device__ __forceinline__ void drop_smallest(Eight<T>& x, int pair) {
   if constexpr (T::kId == Fp32::kId) {
@@ -19,12 +19,12 @@ __device__ __forceinline__ void drop_smallest(Eight<T>& x, int pair) {
     }
   } else if constexpr (T::kId == Bf16::kId) {
     const __nv_bfloat162 both = bit_cast<__nv_bfloat162>(x.word[pair]), least = bit_cast<__nv_bfloat162>(0x0D800D80u);
-    // Not less, or a NaN.
+    // True if not less, or NaN.
     x.word[pair] &= __hgeu2_mask(__habs2(both), least) | 0x80008000u;
   }
 }
 
-// Elements 2 pair and 2 pair + 1, rounded to T.
+// Stores elements 2 pair and 2 pair + 1, rounded to T.
 template <class T>
 __device__ __forceinline__ void store_pair(Eight<T>& x, int pair, float low, float high) {
   if constexpr (T::kId == Fp32::kId) {
@@ -36,7 +36,8 @@ __device__ __forceinline__ void store_pair(Eight<T>& x, int pair, float low, flo
   }
 }
 
-// The random Hadamard transform of each column of sixteen rows, rounded to T. Values as in hadamard.h; signs are free here.
+// The random Hadamard transform of each column of sixteen rows, rounded to T. Same values as hadamard.h; sign changes cost
+// nothing here.
 template <class T>
 __device__ __forceinline__ void rotate_columns(Eight<T> (&x)[16]) {
   constexpr uint32_t kFlips = 0xD7E8;
@@ -68,8 +69,8 @@ __device__ __forceinline__ void rotate_columns(Eight<T> (&x)[16]) {
   }
 }
 
-// The same of columns that lie in two lanes, eight rows in each: this one and that `Step` lanes on, with the rows below, or before.
-// Every lane of the warp comes here; only where `wanted` is true, alike in both lanes, x changes.
+// The same for columns held by two lanes, eight rows each: this lane and the one `Step` lanes on, or before, with the other
+// rows. Every lane of the warp must call it; x only changes where `wanted` is true, which must be equal in both lanes.
 template <class T, int Step = 8>
 __device__ __forceinline__ void rotate_columns(Eight<T> (&x)[8], bool wanted) {
   constexpr uint32_t kFlips = 0xD7E8;
@@ -107,7 +108,7 @@ __device__ __forceinline__ void rotate_columns(Eight<T> (&x)[8], bool wanted) {
       }
 #pragma unroll
       for (int r = 0; r < 8; ++r) {
-        // A product that is exact, so that it and the sum are one step.
+        // The product is exact, so that it and the sum can be one step.
         z[half][r] = __fmaf_rn(z[half][r], sign, __shfl_xor_sync(0xFFFFFFFFu, z[half][r], Step));
       }
     }

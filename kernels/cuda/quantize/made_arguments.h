@@ -1,4 +1,4 @@
-// What the exports of quantizers of matrices that never lie in memory check and read of their arguments.
+// Argument checks of exports that quantize matrices that are never stored.
 #pragma once
 
 #include "on_device.h"
@@ -6,7 +6,7 @@
 namespace blockfp {
 namespace cuda {
 
-// A matrix whose rows are vectors; `step`: from one of its columns to the next.
+// A matrix whose rows can be read as vectors; `step` is the distance of its columns.
 inline Matrices vectors_of(const TensorView& x, const char* name, const OnDevice& on, int64_t step) {
   check_device(x, name, on.device);
   check(x.ndim() == 2 && x.size(1) % 8 == 0, name, " must be [rows, columns] with a multiple of 8 columns; it is ", describe(x));
@@ -25,7 +25,8 @@ inline int64_t scale_count(const Format& f, int64_t lines, int64_t length) {
   return f.per_tensor() ? 1 : lines * ceil_div(length, f.block_columns);
 }
 
-// The arguments of a quantizer of what is made of x, called `name`; of the source it knows nothing. `o.recorded` is cleared.
+// Arguments of a quantizer of a matrix computed from x, which messages call `name`. Clears `o.recorded`; the caller adds the
+// source.
 inline QuantizeArguments made_arguments(const Matrices& x, const char* name, const OnDevice& on, const MadeOutputs& o, const Format& format,
                                         bool measure, int64_t eps_bits, int64_t largest_bits, bool rotate_t) {
   QuantizeArguments a{};

@@ -1,4 +1,4 @@
-// The launch of the quantizers of what a source makes (sources.cuh), for one element: rounded to nearest, of whole vectors.
+// Launches the quantizers of a source's output (sources.cuh) for one element: rounded to nearest, whole vectors.
 #pragma once
 
 #include "row_launch.cuh"

@@ -1,8 +1,9 @@
-// Puts scales in order that a tile kernel has left by tiles.
+// Puts scales that a tile kernel has stored by tiles in order.
 //
-// A tile has four bytes of scales for each of its lines, and in order they would lie far apart: every four bytes would cost the memory a
-// sector of 32, an eighth of all that a kernel of both directions moves (an H200: 0.81 of a copy instead of 0.93). So the tile kernel
-// writes, within the memory of each band of eight lines, [tile][line], whole sectors; this one makes it [line][tile] a band at a time.
+// A tile has four bytes of scales per line, which are far apart in the final order: every four bytes would cost a memory sector
+// of 32, in total an eighth of the traffic of a kernel for both directions (H200: 0.81 of a copy's speed instead of 0.93). So
+// the tile kernel writes [tile][line] within the memory of each band of eight lines, in whole sectors; this kernel converts it
+// to [line][tile], a band at a time.
 #include <algorithm>
 
 #include "launch.h"
@@ -12,22 +13,22 @@ namespace blockfp {
 namespace cuda {
 
 constexpr int kOrderThreads = 128;
-// A block has a band: of the rows, then of the columns.
+// A thread block has a band: first those of the rows, then of the columns.
 __global__ void __launch_bounds__(kOrderThreads) order_scales(const __grid_constant__ ScalesByTile rows,
                                                               const __grid_constant__ ScalesByTile columns, const int32_t* overflow) {
-  extern __shared__ uint32_t band[];  // [tile][line], a word more a tile, so that neither side meets a bank twice
-  // Launched while the tiles are still at work; their scales are there from here on.
+  extern __shared__ uint32_t band[];  // [tile][line], with a word of padding per tile to avoid bank conflicts on both sides
+  // Launched while the tile kernel is still running; its scales are complete from here on.
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-  // Four NaN bytes, and a NaN.
+  // As four bytes each NaN, and as a word NaN.
   const uint32_t spoiled = overflow != nullptr && *static_cast<const volatile int32_t*>(overflow) == kInfinity ? ~0u : 0u;
   const uint32_t row_bands = rows.words == nullptr ? 0 : static_cast<uint32_t>(rows.lines / kBandLines);
   const bool of_rows = blockIdx.x < row_bands;
   const int tiles = of_rows ? rows.tiles : columns.tiles;
   const int64_t index = of_rows ? blockIdx.x : blockIdx.x - row_bands;
   uint32_t* words = (of_rows ? rows.words : columns.words) + index * kBandLines * tiles;
-  constexpr int kPitch = kBandLines + 1, kAtOnce = 4, kQuads = kBandLines / 4;  // quads of words a tile has
+  constexpr int kPitch = kBandLines + 1, kAtOnce = 4, kQuads = kBandLines / 4;  // quads of words per tile
   for (int first = threadIdx.x; first < kQuads * tiles; first += kAtOnce * kOrderThreads) {
     uint4 four[kAtOnce];
 #pragma unroll
@@ -44,7 +45,7 @@ __global__ void __launch_bounds__(kOrderThreads) order_scales(const __grid_const
     }
   }
   __syncthreads();
-  constexpr int kLanes = kOrderThreads / kBandLines;  // of each line
+  constexpr int kLanes = kOrderThreads / kBandLines;  // per line
   const int line = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   const uint32_t* from = band + line;
   uint32_t* out = words + line * tiles;
@@ -62,7 +63,7 @@ __global__ void __launch_bounds__(kOrderThreads) order_scales(const __grid_const
 namespace {
 
 constexpr int64_t kTile = 128;
-// Of a band in shared memory; what every GPU grants without being asked.
+// Of a band in shared memory; the limit that every GPU grants by default.
 constexpr int64_t kMostBytes = 48 * 1024;
 
 int64_t band_bytes(int64_t tiles) { return tiles * (kBandLines + 1) * sizeof(uint32_t); }
@@ -78,7 +79,7 @@ bool can_order_scales(int64_t rows, int64_t columns) {
 cudaError_t launch_order_scales(const ScalesByTile& rows, const ScalesByTile& columns, const int32_t* overflow, cudaStream_t stream) {
   const int64_t blocks = bands(rows) + bands(columns);
   if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
-  // From compute capability 9.0 on the launch need not wait for the tiles: the kernel does.
+  // From compute capability 9.0 on, the launch needn't wait for the tiles; the kernel waits.
   int device = 0, major = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);

@@ -1,9 +1,10 @@
-// Quantizes MX operands that are multiplied and kept nowhere: straight to aligned codes (../aligned.cuh), along the rows, the columns or
-// both, from one read. They have the bits that the quantizers and align.cu give one after the other; rounded to nearest.
+// Quantizes MX operands that are multiplied but not saved directly to aligned codes (../aligned.cuh), along the rows, the
+// columns or both, from one read. The bits are those of the quantizers followed by align.cu, rounded to nearest.
 //
-// As blocks of 1x128 a tile has one group of four blocks in each of its lines, whose amaxes meet in shared memory. A thread has a line there:
-// it decides four scales, and from the code of each amax the exponent that they share. Then codes are made as in quantize_tiles.cuh, and
-// shifted while they are in registers. With `Stored` the columns' codes stay those of the format, for a backward that keeps them.
+// Like 1x128 blocks, each line of a tile has one group of four blocks, whose amaxes are combined in shared memory. A thread
+// there has a line: it determines four scales, and from the code of each amax the exponent that they share. Then codes are
+// computed as in quantize_tiles.cuh and shifted in registers. With `Stored`, the columns' codes stay in the format, for a
+// backward that saves them.
 #pragma once
 
 #include "../aligned.cuh"
@@ -14,8 +15,8 @@ namespace cuda {
 
 __device__ __forceinline__ int64_t filled(int64_t length, int64_t unit) { return (length + unit - 1) / unit * unit; }
 
-// A power of two, or NaN, by which codes are shifted, in 16 bits: fp16 for E4M3; for E5M2 the upper bytes of two factors, 0 where nothing
-// is left of any code. Blocks that were just quantized are never shifted up by more than 2^15.
+// A power of two, or NaN, by which codes are shifted, in 16 bits: fp16 for E4M3; for E5M2 the upper bytes of two factors, 0 if
+// every code becomes zero. Blocks that were just quantized are never shifted up by more than 2^15.
 constexpr uint32_t kShiftToNan = 0x7E00;
 
 template <class Target>
@@ -26,7 +27,7 @@ __device__ __forceinline__ uint32_t shift_of(int exponent) {
   return byte(first) | byte(exponent - first) << 8;
 }
 
-// Eight codes of E, packed, as aligned ones. `shift` lies in the lower half of its word.
+// Aligns eight packed codes of E. `shift` is in the lower half of its word.
 template <class E>
 __device__ __forceinline__ uint2 aligned_eight(uint2 packed, uint32_t shift) {
   using Target = AlignedElement<E>;
@@ -40,7 +41,7 @@ __device__ __forceinline__ uint2 aligned_eight(uint2 packed, uint32_t shift) {
   }
 }
 
-// The magnitude code of y >= 0 as `widened` has it.
+// The magnitude code of y >= 0, as `widened` represents it.
 template <class E>
 __device__ __forceinline__ int widened_magnitude(float y) {
   if constexpr (E::kId == E2M1::kId) {
@@ -52,11 +53,11 @@ __device__ __forceinline__ int widened_magnitude(float y) {
   }
 }
 
-// Words of eight lines of a thread's piece: the upper half of a multiplier, and a shift. They stand for LineScales.
+// Words for eight lines of a thread's piece: the upper half of a multiplier, and a shift. They replace LineScales.
 struct AlignedWords {
   static constexpr int kPerWord = 2;
   static constexpr Range kBounds = Range::kAny;
-  bool care;  // some block of the tile holds a NaN or an Inf
+  bool care;  // some block of the tile contains a NaN or an Inf
   uint32_t word[8];
 
   __device__ __forceinline__ AlignedWords(const uint32_t* from, bool any) : care(any) {
@@ -76,17 +77,17 @@ struct AlignedWords {
     return __uint_as_float(line % 2 ? words[line / 2] & 0xFFFF0000u : words[line / 2] << 16);
   }
 
-  // Aligned codes of a line; `inside`: how many of the eight elements there are.
+  // Aligned codes of a line; `inside`: how many of the eight elements exist.
   template <class E>
   __device__ __forceinline__ uint2 aligned(int line, uint2 codes, int inside) const {
     uint2 out = aligned_eight<E>(codes, word[line]);
-    // A block that is NaN ends where x does.
+    // A NaN block ends where x does.
     if (!E::kHasNan && care) out = {first_bytes(out.x, inside), first_bytes(out.y, inside - 4)};
     return out;
   }
 };
 
-// Scales of a tile's lines: amaxes of their four blocks, and in the same place what AlignedWords reads.
+// Scales of a tile's lines: amaxes of their four blocks, then in the same memory the words of AlignedWords.
 template <class E, class T, Rounding R, bool Columns>
 struct AlignedLines {
   using P = Piece<E, T, R>;
@@ -97,7 +98,7 @@ struct AlignedLines {
   __align__(16) uint32_t rows[kBlocks][kTileRows];
   std::conditional_t<Columns, uint32_t[kBlocks][kTileColumns], Nothing> columns;
 
-  // Stores the scales; words are ready at its end, for all threads. True if some block holds a NaN or an Inf.
+  // Stores the scales; on return, words are ready for all threads. True if some block contains a NaN or an Inf.
   __device__ __forceinline__ bool decide(const P& piece) {
     const QuantizeArguments& a = piece.a;
     const bool nan = __syncthreads_or(share_all<false>(piece));
@@ -105,7 +106,7 @@ struct AlignedLines {
       share_all<true>(piece);
       __syncthreads();
     }
-    // Half of the threads have a row each, half a column.
+    // Half of the threads have a row each, the other half a column.
     const int line = threadIdx.x % 128;
     if (threadIdx.x < 128) {
       if (a.aligned_row.codes != nullptr) store(a.aligned_row.scales, place_of_row(piece, line), decide_line(a, rows, line));
@@ -143,7 +144,7 @@ struct AlignedLines {
     return special;
   }
 
-  // Amaxes of the lines of a piece, each of a block that lies in four lanes; with `Marks` the highest bit tells of a NaN.
+  // Amaxes of a piece's lines, each of a block held by four lanes; with `Marks`, the highest bit indicates a NaN.
   template <bool Marks, int Words, int Step, class Amaxes>
   __device__ __forceinline__ static bool share(Amaxes amaxes, uint32_t* out) {
     using Share = LaneShare<Words, 4, Step>;
@@ -180,7 +181,7 @@ struct AlignedLines {
       const bool nan = word >> 31;
       const BlockScale<float> scale = block_scale<E, 32>(amax, a, {});
       note_overflow<R>(a, amax);
-      // NaN counts as the largest number, where it has a code; else the block has none.
+      // NaN counts as the largest number if it has a code; otherwise the block has no exponent.
       marked[b] = !E::kHasNan && nan;
       const int magnitude = nan ? int{Target::kMaxCode} : widened_magnitude<E>(multiply(from_bits<float>(amax), scale.multiplier));
       if (!marked[b]) highest = max(highest, exponent_of<Target>(magnitude) + kLift<E> + scale.stored);
@@ -199,7 +200,7 @@ struct AlignedLines {
     if (place >= 0) scales[place] = scale;
   }
 
-  // Where a line's scale lies: block after block, lines filled up to fours. Negative where there is none.
+  // Position of a line's scale: block by block, with lines padded to a multiple of 4. Negative if there is none.
   __device__ __forceinline__ static int64_t place_of_row(const P& piece, int line) {
     const QuantizeArguments& a = piece.a;
     const int64_t row = piece.tile.row + line, block = piece.tile.column / 128;
@@ -218,17 +219,17 @@ struct AlignedLines {
   }
 };
 
-// What is left of `all` from `at`, as far as eight elements go.
+// Number of elements, at most eight, of `all` that remain from `at`.
 __device__ __forceinline__ int inside_of(int64_t all, int64_t at) { return static_cast<int>(max(min(all - at, int64_t{8}), int64_t{0})); }
 
-// Codes of a tile, and its scales, in shared memory.
+// A tile's codes and scales in shared memory.
 template <class E, class T, Rounding R, bool Stored>
 struct StagedAligned {
   AlignedLines<E, T, R, !Stored> lines;
   std::conditional_t<Stored, StagedLines<E, 32, R>, Staging<AlignedElement<E>>> codes;
 };
 
-// Aligned codes of a piece's rows, which begin where vectors do.
+// Aligned codes of a piece's rows, which begin at vector boundaries.
 template <class E, class T, Rounding R>
 __device__ __forceinline__ void align_rows(const Piece<E, T, R>& piece, const AlignedWords& words) {
   const QuantizeArguments& a = piece.a;
@@ -244,10 +245,10 @@ __device__ __forceinline__ void align_rows(const Piece<E, T, R>& piece, const Al
   });
 }
 
-// Those of its columns, to where they gather.
+// Puts the aligned codes of a piece's columns into `staging`.
 template <class E, class T, Rounding R>
 __device__ __forceinline__ void align_columns(const Piece<E, T, R>& piece, const AlignedWords& words, Staging<AlignedElement<E>>& staging) {
-  // A group is filled up with zeros, which are part of its blocks.
+  // A group is padded with zeros, which are part of its blocks.
   const int inside = kOfGroups<R> ? 8 : inside_of(piece.a.x.rows, piece.tile.row + piece.place.row);
   encode_columns(piece, words, {}, [&](int j, uint2 codes) {
     staging.put(piece.place.column + j, piece.place.row / kDepth, words.template aligned<E>(j, codes, inside));
@@ -271,7 +272,7 @@ __device__ __forceinline__ void quantize_aligned_piece(Piece<E, T, R>& piece, St
   const bool nan = shared.lines.decide(piece);
   if (a.aligned_row.codes != nullptr) align_rows(piece, shared.lines.of_rows(piece, nan));
   if constexpr (Stored) {
-    // There are no rows but the aligned ones.
+    // Only the aligned rows are needed.
     quantize_lines<32>(piece, {}, shared.codes);
   } else if (a.aligned_column.codes != nullptr) {
     align_columns(piece, shared.lines.of_columns(piece, nan), shared.codes);
@@ -280,7 +281,7 @@ __device__ __forceinline__ void quantize_aligned_piece(Piece<E, T, R>& piece, St
   }
 }
 
-// Blocks of threads that a multiprocessor has registers for.
+// Thread blocks that a multiprocessor's registers allow.
 template <class T>
 constexpr int kAlignedBlocks = sizeof(typename T::Raw) == 4 ? 2 : 3;
 
@@ -294,7 +295,7 @@ __global__ void __launch_bounds__(kTileThreads, kAlignedBlocks<T>)
   quantize_aligned_piece<Stored>(piece, shared);
 }
 
-// The same of rows in groups.
+// The same for rows in groups.
 template <class E, class T, Rounding R, bool Stored>
 __global__ void __launch_bounds__(kTileThreads, kAlignedBlocks<T>)
     quantize_groups_aligned(const __grid_constant__ QuantizeArguments all, uint32_t across, bool vectors) {

@@ -1,4 +1,4 @@
-// Launches of the quantizers of what an activation makes, for one element, BLOCKFP_ELEMENT.
+// Launches the quantizers of an activation's output for one element, BLOCKFP_ELEMENT.
 #include "made_launch.cuh"
 
 namespace blockfp {

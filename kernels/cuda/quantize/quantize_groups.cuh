@@ -1,7 +1,7 @@
-// Quantizes rows that are sorted by group, both directions from one read: the tiles of quantize_tiles.cuh, each in one group.
+// Quantizes rows sorted by group, both directions from one read: the tiles of quantize_tiles.cuh, each within one group.
 //
-// A tile begins at a multiple of its height in its group, so that pieces end inside a group but never reach into the next. What the kernel
-// is told of x it changes to what is so of the group; along the columns a group has room for the zeros that fill it up.
+// A tile begins at a multiple of its height in its group, so pieces may end inside a group but never reach into the next. The
+// kernel replaces arguments about x by those of its group; along the columns, a group has room for its padding with zeros.
 #pragma once
 
 #include "quantize_tiles.cuh"
@@ -9,7 +9,7 @@
 namespace blockfp {
 namespace cuda {
 
-// The arguments of this block's group, and its tile; false where there is none. Blocks go across, then down.
+// The arguments of this block's group, and its tile; false if there is none. Blocks go across, then down.
 __device__ __forceinline__ bool find_group(QuantizeArguments& a, TileOrigin& tile, uint32_t across) {
   const uint32_t down = blockIdx.x / across;
   const int4* at = reinterpret_cast<const int4*>(a.groups.tiles + down);
@@ -25,7 +25,7 @@ __device__ __forceinline__ bool find_group(QuantizeArguments& a, TileOrigin& til
   return true;
 }
 
-// What each group has one of.
+// Advances the pointers to amaxes and to per-tensor scales to the group's.
 template <int Block>
 __device__ __forceinline__ void find_tensor_scale(QuantizeArguments& a) {
   const int group = a.groups.own.group;
@@ -39,7 +39,7 @@ __device__ __forceinline__ void find_tensor_scale(QuantizeArguments& a) {
   }
 }
 
-// One scale for both directions: of the group, or of square blocks.
+// One scale for both directions: per group, or of square blocks.
 template <class E, int Block, class T, Rounding R>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T, R>)
     quantize_groups_one_scale(const __grid_constant__ QuantizeArguments all, uint32_t across, bool vectors) {
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T, R>)
   if (a.x.rows != 0) quantize_square<Block, false>(piece, tensor, shared);
 }
 
-// Blocks of 1x16 and 1x32, whose scales a warp decides.
+// Blocks of 1x16 and 1x32, whose scales a warp determines.
 template <class E, int Block, class T, Rounding R>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T, R>)
     quantize_groups_within_warps(const __grid_constant__ QuantizeArguments all, uint32_t across, bool vectors) {
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T, R>)
   if (a.x.rows != 0) quantize_lines(piece, tensor, shared);
 }
 
-// Blocks of 1x128, whose scales the warps of a tile decide together.
+// Blocks of 1x128, whose scales the warps of a tile determine together.
 template <class E, class T, Rounding R>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T, R>)
     quantize_groups_across_warps(const __grid_constant__ QuantizeArguments all, uint32_t across, bool vectors) {

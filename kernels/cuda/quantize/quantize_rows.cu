@@ -13,7 +13,7 @@ cudaError_t general(const QuantizeArguments& a, cudaStream_t stream) {
   const int64_t pieces = ceil_div(a.window.column_phase + a.x.columns, kElements);
   int shift = 4;  // sixteen lanes hold the longest block
   while ((2 << shift) <= kRowThreads && (int64_t{1} << shift) < pieces) ++shift;
-  // An empty array still has a scale of its tensor, which the first block writes.
+  // An empty array still has a tensor scale, which the first block writes.
   const int64_t spans = std::max(ceil_div(pieces, int64_t{1} << shift), int64_t{1});
   const int64_t blocks = spans * std::max(ceil_div(a.x.batches * a.x.rows, (kRowThreads >> shift) * kRowsAtOnce), int64_t{1});
   if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;

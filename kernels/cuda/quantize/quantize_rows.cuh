@@ -1,4 +1,4 @@
-// Quantizes along the last axis, in one pass: each thread holds one or two groups of eight neighbouring elements, neighbouring lanes
+// Quantizes along the last axis in one pass: each thread holds one or two groups of eight adjacent elements, and adjacent lanes
 // share a block.
 #pragma once
 
@@ -13,15 +13,15 @@
 namespace blockfp {
 namespace cuda {
 
-// Flat: contiguous, aligned, whole blocks, the random index from 0: no row is ever looked at. General: everything else; blocks
-// still begin at multiples of eight columns.
+// Flat: contiguous, aligned, whole blocks, random index from 0; the row of an element is never needed. General: everything
+// else; blocks still begin at multiples of eight columns.
 constexpr int kRowThreads = 256;
 
-// Pieces that a thread reads before it writes the first: enough loads in flight.
+// Pieces that a thread reads before it writes the first, so that enough loads are in flight.
 template <class E, class T>
 constexpr int kRowUnroll = sizeof(typename T::Raw) == 2 && E::kBits != 6 ? 2 : 1;
 
-// Groups of eight that a thread holds: two where codes are smaller than a byte, so that scales and stores cost less.
+// Groups of eight per thread: two if codes are smaller than a byte, so that scales and stores cost less.
 template <class E>
 constexpr int kRowGroups = E::kBits == 8 ? 1 : 2;
 
@@ -29,7 +29,7 @@ constexpr int kRowGroups = E::kBits == 8 ? 1 : 2;
 template <class E, int Block, class T>
 struct RowPiece {
   static constexpr int kGroups = kRowGroups<E>;
-  static constexpr int kLanes = Block == 0 ? 1 : (Block / (8 * kGroups) > 1 ? Block / (8 * kGroups) : 1);  // that share a block
+  static constexpr int kLanes = Block == 0 ? 1 : (Block / (8 * kGroups) > 1 ? Block / (8 * kGroups) : 1);  // lanes per block
   Eight<T> x[kGroups];
 
   template <bool Poison>
@@ -39,14 +39,14 @@ struct RowPiece {
     return lanes_max<kLanes>(most);
   }
 
-  // The block's amax, and whether it holds a NaN. Every lane of the warp must come here.
+  // The block's amax, and whether it contains a NaN. Every lane of the warp must call it.
   __device__ __forceinline__ int32_t amax_and_nan(bool& nan) const {
     nan = false;
     if constexpr (Block == 0) return 0;
     return amax_within_warp<E>([this](auto poison) { return amax<decltype(poison)::value>(); }, nan);
   }
 
-  // Codes of its groups, the first of which begins at element `index`; `care` as encode_scaled has it.
+  // Codes of the thread's groups, the first of which begins at element `index`; `care` is as for encode_scaled.
   template <Rounding R>
   __device__ __forceinline__ void encode(float multiplier, bool care, const uint32_t* key, uint64_t index, uint2 (&codes)[kGroups]) const {
     if constexpr (R == Rounding::kStochastic) {
@@ -62,7 +62,7 @@ struct RowPiece {
   }
 };
 
-// Scale and codes of a piece, the first of whose elements is `index`; `Chooses`: by 4-over-6.
+// Scale and codes of a piece whose first element is `index`; `Chooses`: by 4-over-6.
 template <bool Chooses, Rounding R, int Block, class E, class T, class Codes>
 __device__ __forceinline__ BlockScale<float> quantize_piece(const RowPiece<E, Block, T>& piece, int32_t amax, bool nan,
                                                             const QuantizeArguments& a, const TensorScale& tensor, uint64_t index,
@@ -83,7 +83,7 @@ __device__ __forceinline__ BlockScale<float> quantize_piece(const RowPiece<E, Bl
   return scale;
 }
 
-// Of two levels nothing: an Inf shows in the amax of the tensor.
+// Does nothing with two levels, where the tensor's amax shows an Inf.
 template <int Block, class E, class T>
 __device__ __forceinline__ void record_row(const QuantizeArguments& a, const RowPiece<E, Block, T>& piece, int32_t amax) {
   if constexpr (Block == 0) {
@@ -93,7 +93,7 @@ __device__ __forceinline__ void record_row(const QuantizeArguments& a, const Row
   }
 }
 
-// Of the tensor's scale the division is done by one thread, while the loads of the others are under way.
+// One thread computes the tensor scale's division, while the other threads' loads are in flight.
 template <class E, int Block>
 __device__ __forceinline__ TensorScale shared_tensor_scale(const QuantizeArguments& a) {
   if constexpr (Block == 32 || Block == 128) return {1.0f, 1.0f, 1.0f};
@@ -108,7 +108,7 @@ __device__ __forceinline__ TensorScale shared_tensor_scale(const QuantizeArgumen
       } else {
         const float stored = stored_tensor_scale(a, shared.decode);
         if (a.tensor_scale != nullptr) *a.tensor_scale = stored;
-        // Of an empty array, which alone comes here with a transposed direction.
+        // For an empty array; only then does this kernel have a transposed direction.
         if (a.tensor_scale_t != nullptr) *a.tensor_scale_t = stored;
       }
     }
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kRowThreads) quantize_rows_flat(const __grid_c
 // Rows that a thread reads before it writes the first.
 constexpr int kRowsAtOnce = 4;
 
-// Rows of threads: 2^shift threads side by side along a row, the others on the rows below.
+// 2^shift adjacent threads have a row, the other threads the rows below.
 template <class E, int Block, class T, bool Chooses>
 __global__ void __launch_bounds__(kRowThreads) quantize_rows_general(const __grid_constant__ QuantizeArguments a, int shift,
                                                                      uint32_t spans, int64_t grid_columns, bool vectors) {
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kRowThreads) quantize_rows_general(const __gri
   const int64_t run = static_cast<int64_t>(span) << shift, lines = a.x.batches * a.x.rows;
   const int64_t column = (run + index) * kElements - a.window.column_phase;
   const auto batch_of = [&](int64_t row) { return a.x.batches == 1 || row >= lines ? 0 : row / a.x.rows; };
-  // A phase is a multiple of eight, so a group begins with x or lies outside it.
+  // A phase is a multiple of eight, so a group either begins inside x or is outside it.
   int in_group[Piece::kGroups];
 #pragma unroll
   for (int g = 0; g < Piece::kGroups; ++g) {
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(kRowThreads) quantize_rows_general(const __gri
       }
     }
   };
-  // One or the other without branches, so that many loads are under way at once.
+  // Either loop has no branches, so that many loads are in flight.
   if (vectors && a.x.columns % 8 == 0) {
     load(std::true_type{});
   } else {
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(kRowThreads) quantize_rows_general(const __gri
     ends[u].put(words[u]);
     if (Block != 0 && row < lines && column < a.x.columns) {
       const int64_t block = (run + index) / Piece::kLanes;
-      // The first lane of a block may lie before x.
+      // The first lane of a block may be before x.
       const int64_t begin = max(block * Block - a.window.column_phase, int64_t{0});
       if (begin >= column && begin < column + kElements) {
         store_scale<Block>(a.row.scales, row * grid_columns + block, nan ? kNanMark<E, Block> : scale.stored);

@@ -1,9 +1,9 @@
 // Quantizes along the rows (transposed codes), along both axes in one read, and in square blocks.
 //
-// A block of threads has a tile, a thread a piece of it (tile_piece.cuh), of a source (sources.cuh). Three kernels, by who decides a scale
-// (tile_scales.cuh): one scale serves both directions; a warp decides those of short blocks; all warps decide those of blocks as long as
-// the tile. Each goes load, scales and codes of the rows, scales and codes of the columns, which leave through shared memory
-// (tile_codes.cuh).
+// A thread block has a tile, a thread a piece of it (tile_piece.cuh), read from a source (sources.cuh). There are three
+// kernels, by who determines a scale (tile_scales.cuh): one scale for both directions; a warp, for short blocks; all warps, for
+// blocks as long as the tile. Each loads, computes scales and codes of the rows, then of the columns, which are stored through
+// shared memory (tile_codes.cuh).
 #pragma once
 
 #include "four_over_six.cuh"
@@ -15,8 +15,8 @@
 namespace blockfp {
 namespace cuda {
 
-// This block's tile of a grid of `across` x `down` tiles a matrix: down `strip` tiles, then across, so that tiles that are written together
-// are neighbours in the codes of both directions.
+// This block's tile in a grid of `across` x `down` tiles per matrix: down `strip` tiles, then across, so that tiles written
+// together are adjacent in the codes of both directions.
 __device__ __forceinline__ TileOrigin tile_of_block(const Window& window, uint32_t across, uint32_t down, uint32_t strip) {
   const uint32_t matrix = across * down, batch = blockIdx.x / matrix, in_matrix = blockIdx.x - batch * matrix;
   const uint32_t top = in_matrix / (across * strip) * strip, in_strip = in_matrix - top * across, tall = min(down - top, strip);
@@ -24,26 +24,26 @@ __device__ __forceinline__ TileOrigin tile_of_block(const Window& window, uint32
           static_cast<int64_t>(in_strip / tall) * kTileColumns - window.column_phase};
 }
 
-// Blocks of threads that a multiprocessor has registers for. Codes of less than a byte take more steps, and more warps to hide them; random
-// bytes take registers, as do the codes of two scales.
+// Thread blocks that a multiprocessor's registers allow. Codes below a byte take more steps, and more warps to hide them;
+// random bytes, and codes under two scales, take registers.
 template <class E, class T, Rounding R, bool Chooses = false>
 constexpr int kTileBlocks = sizeof(typename T::Raw) == 4 || R == Rounding::kStochastic ? 2 : (E::kBits < 8 && !Chooses ? 4 : 3);
 
-// What puts the scales in order (order_scales.cu) may be made ready; it waits for this kernel's end itself.
+// Allows the launch of the kernel that orders the scales (order_scales.cu), which waits for this kernel's end itself.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 
-// Codes of a tile, and the scale of a block that is one, in shared memory.
+// A tile's codes, and the scale of a block that is the whole tile, in shared memory.
 template <class E, int Block, Rounding R>
 struct StagedSquare {
   StagedCodes<E, R> codes;
   std::conditional_t<Block == 128, TileScale<E>, Nothing> scale;
 };
 
-// Scale and codes of a piece, one scale for both directions: of the tensor, or of square blocks.
+// Scale and codes of a piece, with one scale for both directions: of the tensor, or of square blocks.
 template <int Block, bool Chooses, class E, class T, Rounding R>
 __device__ __forceinline__ void quantize_square(const Piece<E, T, R>& piece, const TensorScale& tensor, StagedSquare<E, Block, R>& shared) {
   const QuantizeArguments& a = piece.a;
@@ -94,14 +94,15 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T, R, Chooses>)
   quantize_square<Block, Chooses>(piece, tensor_scales<E, Block>(a, blockIdx.x == 0).rows, shared);
 }
 
-// Codes of a tile and where its stored scales wait, in shared memory.
+// A tile's codes and its stored scales, in shared memory.
 template <class E, int Block, Rounding R>
 struct StagedLines {
   StagedCodes<E, R> codes;
   StoredScales<E, Block> scales;
 };
 
-// Scales and codes of a piece: of its rows, then of its columns. (In the kernel's own body the compiler schedules it otherwise.)
+// Scales and codes of a piece: of its rows, then of its columns. (In the kernel's own body, the compiler would schedule it
+// differently.)
 template <int Block, class E, class T, Rounding R>
 __device__ __forceinline__ void quantize_lines(Piece<E, T, R>& piece, const TensorScales& tensor, StagedLines<E, Block, R>& shared) {
   const QuantizeArguments& a = piece.a;
@@ -114,7 +115,7 @@ __device__ __forceinline__ void quantize_lines(Piece<E, T, R>& piece, const Tens
     out.finish();
   }
   if constexpr (Block == 16) {
-    const int64_t sixteen = piece.tile.row + piece.place.row / 16 * 16;  // the first of the rows that are rotated together
+    const int64_t sixteen = piece.tile.row + piece.place.row / 16 * 16;  // first of the rows that are rotated together
     if (a.rotate_column) rotate_columns<T>(piece.x, sixteen + 16 <= a.x.rows && (Piece<E, T, R>::kWhole || sixteen >= 0));
   }
   LineScales<E, Block, T, 8, Block / kDepth, 8> scales;
@@ -134,7 +135,7 @@ __device__ __forceinline__ void quantize_lines(Piece<E, T, R>& piece, const Tens
   shared.scales.copy_out(piece);
 }
 
-// Blocks of 1x16 and 1x32, whose scales a warp decides.
+// Blocks of 1x16 and 1x32, whose scales a warp determines.
 template <class E, int Block, class T, Rounding R, class Source>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T, R>)
     quantize_within_warps(const __grid_constant__ QuantizeArguments a, uint32_t across, uint32_t down, uint32_t strip, bool vectors) {
@@ -145,14 +146,14 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T, R>)
   quantize_lines(piece, tensor_scales<E, Block>(a, blockIdx.x == 0), shared);
 }
 
-// Codes of a tile and what its scales are decided by, in shared memory.
+// A tile's codes, and the amaxes and multipliers of its scales, in shared memory.
 template <class E, class T, Rounding R>
 struct StagedWide {
   StagedCodes<E, R> codes;
   WideScales<E, T, R> scales;
 };
 
-// As quantize_lines, of blocks whose scales the warps of a tile decide together.
+// quantize_lines for blocks whose scales the warps of a tile determine together.
 template <class E, class T, Rounding R>
 __device__ __forceinline__ void quantize_wide_lines(const Piece<E, T, R>& piece, StagedWide<E, T, R>& shared) {
   const QuantizeArguments& a = piece.a;

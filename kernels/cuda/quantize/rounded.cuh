@@ -1,4 +1,4 @@
-// Elements that a kernel computes in fp32, rounded to their dtype eight at a time, and stored.
+// Rounds elements that a kernel computes in fp32 to their dtype, eight at a time, and stores them.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -17,7 +17,7 @@ __device__ __forceinline__ uint32_t rounded_pair(float low, float high) {
   return bit_cast<uint32_t>(__floats2half2_rn(low, high));
 }
 
-// Eight results of a function of an element's number, rounded to T.
+// Eight results of a function of the element's index, rounded to T.
 template <class T, class Value>
 __device__ __forceinline__ Eight<T> rounded(Value value_of) {
   Eight<T> out;
@@ -26,7 +26,7 @@ __device__ __forceinline__ Eight<T> rounded(Value value_of) {
   return out;
 }
 
-// Sixteen bytes for each four words.
+// Stores sixteen bytes per four words.
 template <class T>
 __device__ __forceinline__ void store_vector(typename T::Raw* out, const Eight<T>& x) {
   *reinterpret_cast<uint4*>(out) = {x.word[0], x.word[1], x.word[2], x.word[3]};

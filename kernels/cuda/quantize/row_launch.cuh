@@ -1,4 +1,4 @@
-// The launch of quantize_rows_flat.
+// Launches quantize_rows_flat.
 #pragma once
 
 #include "launch.h"

@@ -1,4 +1,4 @@
-// Where a tile's scales lie until order_scales.cu puts them in order.
+// Layout of a tile's scales before order_scales.cu orders them.
 #pragma once
 
 #include "arguments.h"
@@ -9,19 +9,19 @@ namespace cuda {
 // Lines of a band: a tile's words of them fill a sector.
 constexpr int kBandLines = 8;
 
-// A tile's word of a line, counted in words from the first of its matrices.
+// Index of a tile's word of a line, from the start of its matrices.
 __device__ __forceinline__ int64_t index_by_tile(int64_t line, int64_t tile, int64_t tiles) {
   return line / kBandLines * (kBandLines * tiles) + tile * kBandLines + line % kBandLines;
 }
 
-// Kept in the cache until they are put in order: memory would have to be read and written once more.
+// Keeps them in the L2 cache until they are ordered, which saves a read and a write of memory.
 __device__ __forceinline__ void store_by_tile(uint32_t* words, int64_t index, uint32_t word) {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
   asm volatile("st.global.L2::cache_hint.b32 [%0], %1, %2;" ::"l"(words + index), "r"(word), "l"(policy) : "memory");
 }
 
-// Reads four of them for good.
+// Reads four of them for the last time.
 __device__ __forceinline__ uint4 load_by_tile(const uint32_t* words) {
   uint64_t policy;
   uint4 four;

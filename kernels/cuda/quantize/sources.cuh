@@ -1,4 +1,4 @@
-// Where the elements come from that a kernel quantizes: x as it lies, or what an activation makes of it.
+// Sources of the elements that a kernel quantizes: x itself, or an activation's output.
 #pragma once
 
 #include "gated.cuh"
@@ -22,7 +22,7 @@ struct AsItLies {
 };
 
 struct OfActivations {
-  // Of one matrix, not a stack. `vectors` is taken for granted.
+  // Of a single matrix. Assumes that vectors fit.
   template <class E, class T, Rounding R>
   __device__ __forceinline__ static void load(Piece<E, T, R>& piece, bool) {
     static_assert(Piece<E, T, R>::kWhole, "a piece lies in x or outside it");
@@ -60,7 +60,7 @@ struct OfActivations {
   }
 };
 
-// Whether what a source makes is quantized to this element in blocks of this many: what recipes cast an input to.
+// Whether a source's output is quantized to this element in blocks of this length: the casts of inputs in recipes.
 template <class E, int Block>
 constexpr bool kMadeBlock = (E::kId == E4M3::kId && Block != 16) || (E::kId == E3M2::kId && Block == 32) ||
                              (E::kId == E2M1::kId && (Block == 16 || Block == 32));

@@ -1,4 +1,5 @@
-// NaN for all scales of an operand that holds an Inf, after the kernel that has found it; of an aligned one for all codes.
+// Sets all scales of an operand that contains an Inf, and all codes of an aligned one, to NaN, after the kernel that has
+// detected it.
 #include <algorithm>
 
 #include "../aligned.cuh"
@@ -11,12 +12,12 @@ constexpr int kSpoilThreads = 256;
 
 __device__ __forceinline__ void spoil(const Output& out) {
   for (int64_t i = blockIdx.x * static_cast<int64_t>(kSpoilThreads) + threadIdx.x; i < out.scale_bytes; i += gridDim.x * kSpoilThreads) {
-    // Four such bytes are a NaN, too.
+    // Four such bytes are a NaN as fp32, too.
     static_cast<uint8_t*>(out.scales)[i] = 0xFF;
   }
 }
 
-// Aligned codes of lines that a block of threads has one after the other, and all scales.
+// Sets aligned codes, line by line per thread block, and all scales to NaN.
 __device__ __forceinline__ void spoil(const AlignedOutput& out, int64_t matrices, int64_t lines, int64_t length) {
   if (out.codes == nullptr) return;
   const int64_t pitch = (length + kAlignedUnit - 1) / kAlignedUnit * kAlignedUnit;
@@ -39,7 +40,7 @@ __global__ void __launch_bounds__(kSpoilThreads) spoil_scales(const __grid_const
 
 cudaError_t launch_spoil(const QuantizeArguments& a, cudaStream_t stream) {
   if (!a.mark || a.recorded == nullptr) return cudaSuccess;
-  constexpr int64_t kMost = 264;  // that go on to the next bytes
+  constexpr int64_t kMost = 264;  // thread blocks, each looping over further bytes
   const bool aligned = a.aligned_row.codes != nullptr || a.aligned_column.codes != nullptr;
   const int64_t bytes = aligned ? a.x.batches * a.x.rows * a.x.columns : std::max(a.row.scale_bytes, a.column.scale_bytes);
   const int64_t blocks = std::min(std::max(ceil_div(bytes, kSpoilThreads), int64_t{1}), kMost);

@@ -1,7 +1,7 @@
 // E2M1 with random bytes, sixteen elements at a time.
 //
-// In a function of its own, not inlined: for every sixteen of a tile it would outgrow the instruction cache. Two counters at once,
-// because the rounds of one wait for each other.
+// A function that isn't inlined: copies for every sixteen elements of a tile would exceed the instruction cache. It computes
+// two counters at once, because the rounds of one depend on each other.
 #pragma once
 
 #include "block_scale.cuh"
@@ -10,12 +10,12 @@
 namespace blockfp {
 namespace cuda {
 
-// What two groups of eight have apart from their elements. A group's counter is the index of its first element, over eight.
+// Parameters of two groups of eight. A group's counter is the index of its first element, over eight.
 struct TwoGroups {
   float multiplier[2];
   uint32_t key[2];
   uint64_t counter[2];
-  bool careful;  // some block of them holds a NaN, or is so large that its multiplier over 2^14 is not exact
+  bool careful;  // some block of them contains a NaN, or is so large that its multiplier over 2^14 is inexact
 };
 
 template <class T, bool Careful>
@@ -39,7 +39,7 @@ __device__ __forceinline__ uint2 stochastic_groups(const Eight<T> (&x)[2], float
   return {codes[0], codes[1]};
 }
 
-// Words by value: an array would have to lie in memory for every caller.
+// Words are passed by value: an array would be in memory for every caller.
 template <class T, bool Careful>
 __device__ __noinline__ uint2 stochastic_words(uint4 first, uint4 second, float multiplier0, float multiplier1, uint32_t key0,
                                                uint32_t key1, uint64_t counter0, uint64_t counter1) {

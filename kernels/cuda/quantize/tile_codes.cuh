@@ -1,4 +1,5 @@
-// Codes of a piece of a tile: its rows to memory, its columns to shared memory, where transposed codes gather before they leave.
+// Codes of a tile's piece: rows go to memory, columns to shared memory, where transposed codes are collected before they are
+// stored.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,11 +11,11 @@
 namespace blockfp {
 namespace cuda {
 
-// Transposed codes on their way out: kTileColumns lines of kBytes, in shared memory.
+// Transposed codes waiting to be stored: kTileColumns lines of kBytes, in shared memory.
 template <class E>
 struct Staging {
   static constexpr int kBytes = kTileRows * E::kBits / 8;
-  // A vector more every eight lines keeps threads side by side, who write eight lines each, out of one another's banks.
+  // Padding by a vector every eight lines keeps adjacent threads, which write eight lines each, in different banks.
   static constexpr int kPad = 16;
   __align__(16) uint8_t bytes_[kTileColumns * kBytes + kTileColumns / 8 * kPad];
 
@@ -28,7 +29,7 @@ struct Staging {
     store_groups<E>(bytes_ + place(column) + index * E::kBits, codes);
   }
 
-  // To the transposed codes of `piece`'s matrix; every thread of the block comes here.
+  // Stores them to the transposed codes of `piece`'s matrix; every thread of the block must call it.
   template <class P>
   __device__ __forceinline__ void copy_out(const P& piece) const {
     const QuantizeArguments& a = piece.a;
@@ -51,13 +52,13 @@ struct Staging {
     }
   }
 
-  // Whole vectors. `out`: the tile's first byte of the tile's first column; `rows` and `columns`: how many of x
-  // are left from there.
+  // Stores whole vectors. `out`: the tile's first byte of its first column; `rows` and `columns`: how many of x remain from
+  // there.
   __device__ __forceinline__ void copy_vectors(uint8_t* out, int64_t pitch, int64_t rows, int64_t columns) const {
     constexpr int kVectors = kBytes / 16, kStep = kTileThreads / kVectors;
     const int rows_left = static_cast<int>(min(rows, int64_t{kTileRows}));
     const int columns_left = static_cast<int>(min(columns, int64_t{kTileColumns}));
-    // A thread keeps to one vector of each column it copies.
+    // A thread copies the same vector of each of its columns.
     const int first = threadIdx.x / kVectors, vector = threadIdx.x % kVectors;
     if (vector * 128 / E::kBits >= rows_left || first >= kStep) return;
     out += first * pitch + vector * 16;
@@ -71,11 +72,11 @@ struct Staging {
   __device__ __forceinline__ static int place(int column) { return column * kBytes + column / 8 * kPad; }
 };
 
-// Codes of rows that begin at any address, on their way out: kTileRows rows of kBytes, in shared memory.
+// Codes of rows that begin at any address, waiting to be stored: kTileRows rows of kBytes, in shared memory.
 template <class E>
 struct RowStaging {
   static constexpr int kBytes = kTileColumns * E::kBits / 8;
-  // Rows of the lanes below each other fall into other banks.
+  // Rows of lanes above each other are in different banks.
   static constexpr int kStep = kDepth * kBytes + kBytes / 2;
   uint8_t bytes_[16 * kStep];
 
@@ -83,7 +84,7 @@ struct RowStaging {
     store_eight<E::kBits>(bytes_ + place(row) + column / 8 * E::kBits, codes);
   }
 
-  // To the codes of `piece`'s matrix; every thread of the block comes here.
+  // Stores them to the codes of `piece`'s matrix; every thread of the block must call it.
   template <class P>
   __device__ __forceinline__ void copy_out(const P& piece) const {
     const QuantizeArguments& a = piece.a;
@@ -100,14 +101,14 @@ struct RowStaging {
   __device__ __forceinline__ static int place(int row) { return row / kDepth * kStep + row % kDepth * kBytes; }
 };
 
-// Codes of a tile that wait in shared memory: those of the columns; before them those of the rows, where they don't go straight out.
+// A tile's codes in shared memory: the columns'; before them the rows', if those aren't stored directly.
 template <class E, Rounding R>
 union StagedCodes {
   Staging<E> columns;
   std::conditional_t<kVectorRows<R>, Nothing, RowStaging<E>> rows;
 };
 
-// Codes of a piece's rows: straight to memory, or by way of shared memory where rows begin at any address.
+// Codes of a piece's rows: directly to memory, or through shared memory if rows begin at any address.
 template <class E, class T, Rounding R>
 class RowOutput {
  public:
@@ -122,11 +123,11 @@ class RowOutput {
     }
   }
 
-  // To be called for one row after the other, by every lane of the warp.
+  // To be called for each row in order, by every lane of the warp.
   __device__ __forceinline__ void put(int r, uint2 codes) {
     constexpr bool kWhole = Piece<E, T, R>::kWhole;
     if (kVectorRows<R> && E::kBits == 6 && piece_.a.x.columns % 16 == 0) {
-      // Lanes side by side trade, so that one has sixteen codes of a row, the other of the row below: three words.
+      // Adjacent lanes exchange codes, so that one has sixteen of a row, the other of the row below: three words.
       if (r % 2 == 0) {
         above_ = codes;
         return;
@@ -145,7 +146,7 @@ class RowOutput {
     }
   }
 
-  // After the last row; every thread of the block comes here, and shared memory is free again.
+  // After the last row; every thread of the block must call it, and shared memory is free again.
   __device__ __forceinline__ void finish() {
     if constexpr (!kVectorRows<R>) {
       __syncthreads();
@@ -169,7 +170,7 @@ class PieceCodes {
   using P = Piece<E, T, R>;
   static constexpr int kRows = P::kRows;
 
-  // `care` as encode_scaled has it, but for what the tensor tells.
+  // `care` is as for encode_scaled, except for the tensor's part of it.
   __device__ __forceinline__ PieceCodes(const P& piece, bool care, const TensorScale& tensor)
       : piece_(piece), care_(care || (Bounds == Range::kBounded && is_huge(tensor))) {}
 
@@ -243,11 +244,11 @@ class PieceCodes {
   bool care_;
 };
 
-// Takes a column and its codes to where they gather; to be called for one column after the other, by every lane of the warp.
+// Puts a column's codes into shared memory; to be called for each column in order, by every lane of the warp.
 template <class E, class T, Rounding R>
 __device__ __forceinline__ auto staged(const Piece<E, T, R>& piece, StagedCodes<E, R>& staging) {
   if constexpr (E::kBits == 6) {
-    // As in RowOutput: lanes below each other trade, so that one has sixteen codes of a column, the other of the next.
+    // As in RowOutput: lanes above each other exchange codes, so that one has sixteen of a column, the other of the next.
     return [&, before = uint2{}](int j, uint2 codes) mutable {
       if (j % 2 == 0) {
         before = codes;
@@ -264,7 +265,8 @@ __device__ __forceinline__ auto staged(const Piece<E, T, R>& piece, StagedCodes<
   }
 }
 
-// Codes of both directions by one multiplier. Those of the columns are the rows' transposed, where that is so; 6-bit ones are made again.
+// Codes of both directions with one multiplier. The columns' codes are the rows' transposed if possible; 6-bit ones are encoded
+// again.
 template <class E, class T, Rounding R, class Codes>
 __device__ __forceinline__ void encode_both(const Piece<E, T, R>& piece, const Codes& codes, float multiplier,
                                             StagedCodes<E, R>& staging) {
@@ -293,8 +295,8 @@ __device__ __forceinline__ void encode_both(const Piece<E, T, R>& piece, const C
   }
 }
 
-// bfloat16 times powers of two (as LineScales gathers them), two products at once; exact but for products that every 8-bit element
-// rounds to zero.
+// bfloat16 times powers of two (as LineScales gathers them), two products at once; exact except for products that every 8-bit
+// element rounds to zero.
 __device__ __forceinline__ uint32_t multiply_pair(uint32_t x, uint32_t powers) {
   return bit_cast<uint32_t>(__hmul2_rn(bit_cast<__nv_bfloat162>(x), bit_cast<__nv_bfloat162>(powers)));
 }
@@ -310,15 +312,15 @@ __device__ __forceinline__ uint2 encode_values(Value value_of) {
 template <class E, class T, Rounding R>
 constexpr bool kMultipliesPairs = T::kId == Bf16::kId && kToNearest<R>;
 
-// Pairs multiplied by what encode_eight wants of them besides.
+// Pairs times the factor that encode_eight expects.
 template <class E>
 __device__ __forceinline__ uint32_t prescaled_pair(uint32_t y) {
   if constexpr (E::kBits != 6) return y;
   return multiply_pair(y, E::kMantissaBits == 2 ? 0x39803980u : 0x3C803C80u);  // 2^-12, 2^-6
 }
 
-// PieceCodes::rows and ::columns for kMultipliesPairs, MX blocks and gathered words of multipliers. No block holds a NaN that E has no code
-// for, nor, of E2M1, an Inf.
+// PieceCodes::rows and ::columns for kMultipliesPairs, MX blocks and gathered words of multipliers. No block contains a NaN
+// that E has no code for, nor, for E2M1, an Inf.
 template <class E, Rounding R, class Put>
 __device__ __forceinline__ void rows_by_pairs(const Piece<E, Bf16, R>& piece, const uint32_t (&powers)[4], Put put) {
 #pragma unroll
@@ -365,7 +367,7 @@ __device__ __forceinline__ void columns_by_pairs(const Piece<E, Bf16, R>& piece,
   }
 }
 
-// Codes of the rows with a scale each, of LineScales. Every lane of the warp comes here.
+// Codes of the rows with a scale each, from LineScales. Every lane of the warp must call it.
 template <class Scales, class E, class T, Rounding R, class Put>
 __device__ __forceinline__ void encode_rows(const Piece<E, T, R>& piece, const Scales& scales, const TensorScale& tensor, Put put) {
   uint32_t words[kDepth / Scales::kPerWord];
@@ -378,7 +380,7 @@ __device__ __forceinline__ void encode_rows(const Piece<E, T, R>& piece, const S
   }
 }
 
-// The same of the columns.
+// The same for the columns.
 template <class Scales, class E, class T, Rounding R, class Put>
 __device__ __forceinline__ void encode_columns(const Piece<E, T, R>& piece, const Scales& scales, const TensorScale& tensor, Put put) {
   uint32_t words[8 / Scales::kPerWord];

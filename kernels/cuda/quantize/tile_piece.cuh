@@ -1,9 +1,9 @@
-// A tile of a matrix in the registers of a block of threads, so that one read serves both directions: reading it, and the largest
+// A tile of a matrix in the registers of a thread block, so that one read serves both directions: loading, and the largest
 // magnitudes of its rows and columns.
 //
-// Eight warps, four along the rows and two along the columns; a warp has eight lanes side by side (eight columns each) and four on top of
-// each other (kDepth rows each). A thread's piece is kDepth rows of eight columns. A line is a row or a column; of 16-bit elements the
-// largest magnitudes of two lines share a word.
+// Eight warps, four along the rows and two along the columns; a warp has eight lanes side by side (eight columns each) and four
+// above each other (kDepth rows each). A thread's piece is kDepth rows of eight columns. A line is a row or a column; for
+// 16-bit elements, the largest magnitudes of two lines share a word.
 #pragma once
 
 #include "block_scale.cuh"
@@ -33,12 +33,12 @@ struct TilePlace {
   }
 };
 
-// Where the tile lies in its matrix; negative where a block begins before x.
+// Position of the tile in its matrix; negative if a block begins before x.
 struct TileOrigin {
   int64_t batch, row, column;
 };
 
-// The lines of a tile, or the bytes of its lines, that there are: from `first` to `last` - 1, of those that begin `at`.
+// The existing lines of a tile, or bytes of its lines: `first` to `last` - 1, of those that begin at `at`.
 struct LinesOfTile {
   int first, last;
 
@@ -46,10 +46,10 @@ struct LinesOfTile {
       : first(static_cast<int>(max(-at, int64_t{0}))), last(static_cast<int>(max(min(all - at, int64_t{count}), int64_t{0}))) {}
 };
 
-// Rows that a group is filled up to, along the columns.
+// Number of rows to which a group is padded, along the columns.
 __device__ __forceinline__ int64_t filled_rows(const QuantizeArguments& a) { return (a.x.rows + kGroupUnit - 1) / kGroupUnit * kGroupUnit; }
 
-// Raises the word that tells of an Inf in x, or in the group that a kernel is at, where a block of it has such an amax.
+// Sets the word that records an Inf in x, or in the kernel's group, if a block has such an amax.
 template <Rounding R>
 __device__ __forceinline__ void note_overflow(const QuantizeArguments& a, int32_t amax) {
   if (amax != kInfinity) return;
@@ -60,20 +60,20 @@ __device__ __forceinline__ void note_overflow(const QuantizeArguments& a, int32_
   }
 }
 
-// Lines that a word stands for.
+// Lines per word.
 template <class T>
 constexpr int kLinesPerWord = 8 / kWords<T>;
 
-// How `Lanes` lanes, `Step` apart, that hold parts of the same `Words` maxima share out the whole ones.
+// Distributes `Words` maxima, of which `Lanes` lanes, `Step` apart, hold partial values, among these lanes.
 template <int Words, int Lanes, int Step>
 struct LaneShare {
-  static constexpr int kMine = Words > Lanes ? Words / Lanes : 1;  // that a lane ends up with
-  static constexpr int kSame = Lanes > Words ? Lanes / Words : 1;  // lanes that end up with the same
+  static constexpr int kMine = Words > Lanes ? Words / Lanes : 1;  // words that a lane ends up with
+  static constexpr int kSame = Lanes > Words ? Lanes / Words : 1;  // lanes that end up with the same words
 
   __device__ __forceinline__ static int lane() { return threadIdx.x / Step % Lanes; }
   __device__ __forceinline__ static int first() { return lane() / kSame * kMine; }
 
-  // Each lane's share, whole, in word[0 .. kMine - 1]: halves are traded until one word is left, then that one is merged.
+  // Reduces each lane's share into word[0 .. kMine - 1]: lanes exchange halves until one word is left, then merge that.
   template <class T, bool Poison>
   __device__ __forceinline__ static void reduce(uint32_t (&word)[Words]) {
     trade<T, Poison, Words, Lanes>(word);
@@ -98,7 +98,7 @@ struct LaneShare {
 
 template <class E, class T, Rounding R>
 struct Piece {
-  // Whole: x begins on tile boundaries and pieces lie in it or outside it, with aligned vectors.
+  // Whole: x begins at tile boundaries, and pieces are inside or outside of it, with aligned vectors.
   static constexpr bool kWhole = R == Rounding::kNearest || R == Rounding::kStochastic;
   static constexpr bool kInGroups = kOfGroups<R>;
   static constexpr int kRows = kDepth;
@@ -111,7 +111,7 @@ struct Piece {
   __device__ __forceinline__ Piece(const QuantizeArguments& arguments, TileOrigin origin)
       : a(arguments), place(TilePlace::of_thread()), tile(origin) {}
 
-  // In x; if not kWhole, some of its columns are, and `inside(r)` tells of its rows.
+  // Whether the piece is in x; unless kWhole, some of its columns are, and `inside(r)` tells for its rows.
   __device__ __forceinline__ bool inside() const {
     const int64_t column = tile.column + place.column;
     if constexpr (kWhole) return tile.row + place.row < a.x.rows && column < a.x.columns;
@@ -140,7 +140,7 @@ struct Piece {
         if (row + r < a.x.rows) x[r] = load_vector<T>(at);
       }
     } else {
-      // A phase is a multiple of eight, so a piece begins with x or lies outside it.
+      // A phase is a multiple of eight, so a piece either begins inside x or is outside it.
       const int count = column < 0 ? 0 : static_cast<int>(max(min(a.x.columns - column, int64_t{8}), int64_t{0}));
       if (vectors && count == 8) {
 #pragma unroll
@@ -149,7 +149,7 @@ struct Piece {
         }
         return;
       }
-      // Without branches, so that many loads are under way at once.
+      // Without branches, so that many loads are in flight.
 #pragma unroll
       for (int r = 0; r < kRows; ++r, at += a.x.row_stride) {
         x[r] = load_unmasked<T>(at, row + r >= 0 && row + r < a.x.rows ? count : 0);

@@ -1,4 +1,4 @@
-// Scales of a tile's blocks: decided within a warp where blocks are short, over its warps where they are as long as the tile.
+// Scales of a tile's blocks: determined within a warp for short blocks, across its warps for blocks as long as the tile.
 #pragma once
 
 #include <type_traits>
@@ -13,8 +13,8 @@ struct TensorScales {
   TensorScale rows, columns;
 };
 
-// What all blocks have in common, in each direction; `stores`: in whose first tile this is. Every thread of the block comes here, while
-// its piece is on the way.
+// What all blocks have in common, by direction; `stores`: this is the first tile, which stores it. Every thread of the block
+// must call it, while its piece is being loaded.
 template <class E, int Block>
 __device__ __forceinline__ TensorScales tensor_scales(const QuantizeArguments& a, bool stores) {
   TensorScales scales{};
@@ -28,7 +28,7 @@ __device__ __forceinline__ TensorScales tensor_scales(const QuantizeArguments& a
     }
   } else if constexpr (Block == 16) {
     __shared__ TensorScale tensor[2];
-    // Two warps, so that the divisions of both directions go on at once.
+    // Two warps, so that the divisions of both directions run at once.
     if (threadIdx.x % 32 == 0 && threadIdx.x < 64) {
       const bool transposed = threadIdx.x != 0;
       const TensorScale t = tensor_scale<E, Block>(a, transposed ? a.amax_t : a.amax);
@@ -42,7 +42,7 @@ __device__ __forceinline__ TensorScales tensor_scales(const QuantizeArguments& a
   return scales;
 }
 
-// The amax of a square block that lies in a warp, and whether it holds a NaN that E has no code for.
+// The amax of a square block within a warp, and whether it contains a NaN that E has no code for.
 template <int Block, class E, class T, Rounding R>
 __device__ __forceinline__ int32_t amax_of_square(const Piece<E, T, R>& piece, bool& nan) {
   constexpr int kLanesDown = Block / kDepth, kLanesAcross = Block / 8;
@@ -52,13 +52,13 @@ __device__ __forceinline__ int32_t amax_of_square(const Piece<E, T, R>& piece, b
   return amax_within_warp<E>(amax, nan);
 }
 
-// The scale of the square block that is a tile, which meets in shared memory.
+// The scale of the square block that is the tile, combined in shared memory.
 template <class E>
 struct TileScale {
   static constexpr int kParts = kTileThreads / 32;
   int32_t parts[kParts];
 
-  // The same in all threads, every one of which comes here.
+  // The same in all threads, every one of which must call it.
   template <class T, Rounding R>
   __device__ __forceinline__ BlockScale<float> decide(const Piece<E, T, R>& piece) {
     static_assert(kTileRows == 128 && kTileColumns == 128, "a block is a tile");
@@ -72,14 +72,14 @@ struct TileScale {
   }
 };
 
-// Stores the scale of a square block for the directions that are wanted, by the thread that has its first element.
+// Stores the scale of a square block for the requested directions; done by the thread that has its first element.
 template <int Block, class E, class T, Rounding R>
 __device__ __forceinline__ void store_square_scale(const Piece<E, T, R>& piece, int32_t stored) {
   const QuantizeArguments& a = piece.a;
   if (piece.place.row % Block != 0 || piece.place.column % Block != 0) return;
   const int64_t grid_rows = ((kOfGroups<R> ? filled_rows(a) : a.window.row_phase + a.x.rows) + Block - 1) / Block;
   const int64_t grid_columns = (a.window.column_phase + a.x.columns + Block - 1) / Block;
-  // A tile begins on a block boundary, so phase + origin is a multiple of the block.
+  // A tile begins at a block boundary, so phase + origin is a multiple of the block.
   const int64_t row = (piece.tile.row + a.window.row_phase + piece.place.row) / Block;
   const int64_t column = (piece.tile.column + a.window.column_phase + piece.place.column) / Block;
   if (row >= grid_rows || column >= grid_columns) return;
@@ -94,22 +94,23 @@ __device__ __forceinline__ void store_square_scale(const Piece<E, T, R>& piece, 
   if (a.column.codes != nullptr) store_scale<Block>(a.column.scales, (batch * grid_columns + column) * grid_rows + row, stored);
 }
 
-// Scales of 1-D blocks of 16 and 32, decided within a warp: the lanes that share a line's block share out the lines of their pieces.
+// Scales of 1-D blocks of 16 and 32, determined within a warp: the lanes that share a line's block divide their pieces' lines.
 //
-// Those of `Lines` lines, whose blocks lie in `Lanes` lanes, `Step` apart.
+// For `Lines` lines, whose blocks are held by `Lanes` lanes, `Step` apart.
 template <class E, int Block, class T, int Lines, int Lanes, int Step>
 struct LineScales {
   using Share = LaneShare<Lines / kLinesPerWord<T>, Lanes, Step>;
   static constexpr int kWordCount = Lines / kLinesPerWord<T>;
   static constexpr int kMine = Share::kMine * kLinesPerWord<T>;  // lines of this lane
   static_assert(Share::kSame == 1 && kMine % 2 == 0, "each lane has lines of its own, two by two");
-  // MX multipliers are powers of two, whose upper halves say all: two in a word. Others take a word each.
+  // MX multipliers are powers of two, determined by their upper halves: two per word. Others take a word each.
   static constexpr int kPerWord = Block == 32 ? 2 : 1;
   static constexpr Range kBounds = kRange<Block>;
 
-  bool care;  // some line of the warp holds a NaN or an Inf, for which E has no code, or exceeds the range
+  bool care;  // some line of the warp contains a NaN or an Inf that E has no code for, or exceeds the range
 
-  // `amaxes` fills words with the parts of this lane; `store` takes a line and its stored scale. Every lane of the warp must come here.
+  // `amaxes` fills words with this lane's parts; `store` takes a line and its stored scale. Every lane of the warp must call
+  // it.
   template <class Amaxes, class Store>
   __device__ __forceinline__ void decide(Amaxes amaxes, const QuantizeArguments& a, const TensorScale& tensor, Store store) {
     uint32_t most[kWordCount], poisoned[Share::kMine];
@@ -153,7 +154,7 @@ struct LineScales {
     if constexpr (kBounds == Range::kBounded) care = __any_sync(0xFFFFFFFFu, care || exceeds);
   }
 
-  // Words with the multipliers of all lines. Every lane of the warp must come here.
+  // Words with the multipliers of all lines. Every lane of the warp must call it.
   __device__ __forceinline__ void gather(uint32_t (&words)[Lines / kPerWord]) const {
     constexpr int kOfLane = kMine / kPerWord;
 #pragma unroll
@@ -166,7 +167,7 @@ struct LineScales {
     }
   }
 
-  // Of a line, from gathered words.
+  // A line's multiplier, from gathered words.
   __device__ __forceinline__ static float multiplier(const uint32_t (&words)[Lines / kPerWord], int line) {
     if constexpr (kPerWord == 1) return __uint_as_float(words[line]);
     const uint32_t word = words[line / kPerWord];
@@ -182,7 +183,7 @@ struct LineScales {
   uint32_t mine_[kMine / kPerWord];
 };
 
-// Stored scales of those blocks, on their way out.
+// Stored scales of those blocks, waiting to be stored.
 template <class E, int Block>
 struct StoredScales {
   static constexpr int kAcross = kTileColumns / Block, kDown = kTileRows / Block;
@@ -196,7 +197,7 @@ struct StoredScales {
     columns[column_slot(column) * kDown + row / Block] = stored;
   }
 
-  // To memory; every thread of the block comes here.
+  // Stores them to memory; every thread of the block must call it.
   template <class P>
   __device__ __forceinline__ void copy_out(const P& piece) const {
     const QuantizeArguments& a = piece.a;
@@ -223,7 +224,7 @@ struct StoredScales {
   }
 
  private:
-  // Where a line's scales are kept: the first lines of all threads, then their second ones, which keeps threads out of one another's banks.
+  // Slot of a line's scales: the first lines of all threads, then their second ones, which keeps threads in different banks.
   template <int LinesOfThread, int Lines>
   __device__ __forceinline__ static int slot(int line) {
     return line % LinesOfThread * (Lines / LinesOfThread) + line / LinesOfThread;
@@ -231,8 +232,8 @@ struct StoredScales {
   __device__ __forceinline__ static int row_slot(int row) { return slot<kDepth, kTileRows>(row); }
   __device__ __forceinline__ static int column_slot(int column) { return slot<8, kTileColumns>(column); }
 
-  // A tile's scales, `Width` a line, to `lines` lines that are left from `out`, each `pitch` from the next, with `blocks` left. They come
-  // in as many as 128 elements have, which lie in one group.
+  // Stores a tile's scales, `Width` per line, to the `lines` lines that remain from `out`, `pitch` apart, with `blocks`
+  // remaining. The number of scales is a multiple of those of 128 elements, which are in one group.
   template <int Width, int Bytes, class Slot>
   __device__ __forceinline__ static void copy_units(const uint8_t (&scales)[Bytes], Slot slot_of, uint8_t* out, int64_t lines,
                                                     int64_t blocks, int64_t pitch) {
@@ -253,7 +254,7 @@ struct StoredScales {
     }
   }
 
-  // A tile's scales, `Width` a line, to their place among `lines` lines of `grid`.
+  // Stores a tile's scales, `Width` per line, to their place among `lines` lines of `grid`.
   template <int Width, class P, int Bytes, class Slot>
   __device__ __forceinline__ static void copy_lines(const P& piece, const uint8_t (&scales)[Bytes], Slot slot_of, uint8_t* out,
                                                     int64_t first_line, int64_t lines, int64_t first, int64_t grid) {
@@ -268,7 +269,7 @@ struct StoredScales {
         return;
       }
     }
-    // `first` is a multiple of Width: a tile begins where its first blocks do.
+    // `first` is a multiple of Width, since a tile begins where its first blocks do.
     if (grid % Width == 0 && reinterpret_cast<uintptr_t>(out) % Width == 0) {
       if (line >= Bytes / Width || first_line + line < 0 || first_line + line >= lines || first >= grid) return;
       *reinterpret_cast<Vector*>(out + (piece.tile.batch * lines + first_line + line) * grid + first) =
@@ -287,7 +288,8 @@ struct StoredScales {
 constexpr int kWarpRows = 4 * kDepth;
 constexpr int kWarpColumns = 64;
 
-// Scales of 1-D blocks of 128, both directions: a tile holds one block of each of its lines, whose parts meet in shared memory.
+// Scales of 1-D blocks of 128, both directions: a tile has one block of each of its lines, whose parts are combined in shared
+// memory.
 template <class E, class T, Rounding R>
 struct WideScales {
   static constexpr int kRowParts = kTileColumns / kWarpColumns, kColumnParts = kTileRows / kWarpRows;
@@ -298,7 +300,7 @@ struct WideScales {
   __align__(16) float row_multipliers[128];
   __align__(16) float column_multipliers[128];
 
-  // Stores the scales; the multipliers are ready at its end, for all threads.
+  // Stores the scales; on return, the multipliers are ready for all threads.
   __device__ __forceinline__ void decide(const P& piece) {
     const QuantizeArguments& a = piece.a;
     const bool rows = a.row.codes != nullptr;
@@ -312,11 +314,11 @@ struct WideScales {
     piece.template column_amaxes<false>(words);
     share<kColumnWords, 4, 8>(words, column_parts[piece.place.warp_row] + piece.place.column);
     __syncthreads();
-    // Half of the threads have a row each, half a column.
+    // Half of the threads have a row each, the other half a column.
     const int line = threadIdx.x % 128;
     const TileOrigin& tile = piece.tile;
     if constexpr (kOfGroups<R>) {
-      // Block after block, as products take them.
+      // Block by block, as products read them.
       const GroupTile& own = a.groups.own;
       if (threadIdx.x >= 128) {
         const int64_t at = (own.first_column + tile.row) / 128 * fours(a.x.columns) + tile.column + line;
@@ -338,7 +340,7 @@ struct WideScales {
     __syncthreads();
   }
 
-  // Those of eight lines from `first`, a multiple of four.
+  // The multipliers of eight lines from `first`, a multiple of four.
   __device__ __forceinline__ void read_rows(int first, float (&out)[8]) const { read(row_multipliers, first, out); }
   __device__ __forceinline__ void read_columns(int first, float (&out)[8]) const { read(column_multipliers, first, out); }
 

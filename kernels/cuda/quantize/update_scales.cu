@@ -1,15 +1,15 @@
-// Delayed scaling's step (`update` of blockfp/definition/scaling.py) of all operands at once.
+// Delayed scaling's update (`update` of blockfp/definition/scaling.py) of all operands at once.
 //
 //   update_scales(options, newest?, arrays..) -> index
-//       options: int32 [n, 2] in host memory: of each operand the fp32 bits of MAX * 2^-margin, and whether its newest amax alone counts.
-//       newest: int32 [n], the bits of the newest amaxes, reduced over ranks; None: they stand in the histories. arrays: of each operand
-//       its history, float32 [length], newest first, and its scale, one float32, both changed in place. Returns the index of the first
-//       array that is not so, not contiguous, not on the device of the first, or the memory of one before it; nothing is changed then.
-//       Otherwise -1.
+//       options: int32 [n, 2] in host memory: per operand, the fp32 bits of MAX * 2^-margin, and whether only its newest amax counts.
+//       newest: int32 [n], the bits of the newest amaxes, reduced over ranks; None: they are in the histories. arrays: per operand its
+//       history, float32 [length], newest first, and its scale, float32 [1], both changed in place. Returns the index of the first array
+//       that doesn't fit, isn't contiguous, isn't on the first one's device, or shares an earlier one's memory, and changes nothing;
+//       otherwise -1.
 //   newest_amaxes(out, arrays..) -> index
 //       out: int32 [n], the bits of the histories' first entries. arrays and index: as above.
 //
-// What a launch works on is passed by value: a graph that captures it is whole, and nothing on the device has to outlive the call.
+// A launch's operands are passed by value, so captured graphs contain them, and nothing on the device must outlive the call.
 #include <algorithm>
 #include <unordered_set>
 #include <vector>
@@ -23,13 +23,13 @@ namespace {
 
 using tvm::ffi::AnyView;
 
-constexpr int kUpdateThreads = 256;  // of an operand: a history has 1,024 entries by default
+constexpr int kUpdateThreads = 256;  // per operand: a history has 1,024 entries by default
 constexpr int kMostOperands = 512;
 
 struct Operand {
   int32_t* history;  // fp32 bits
   float* scale;
-  int32_t length, counted;  // entries of the history, and those that the scale follows from
+  int32_t length, counted;  // entries of the history, and how many of them determine the scale
   float target;
 };
 
@@ -43,10 +43,10 @@ __global__ void __launch_bounds__(kUpdateThreads) update_kernel(const __grid_con
   const Operand& own = operands.of[blockIdx.x];
   __shared__ int32_t largest;
   const int32_t newest = operands.newest == nullptr ? *own.history : operands.newest[blockIdx.x];
-  if (newest == 0) return;  // nothing was recorded: the same in all threads
+  if (newest == 0) return;  // nothing was recorded; the same in all threads
   if (threadIdx.x == 0) largest = newest;
   int32_t amax = newest;
-  // Every entry moves one place to the front. All threads read theirs before one writes.
+  // Every entry moves one place to the front. All threads read theirs before any writes.
   for (int first = 1; first < own.length; first += kUpdateThreads) {
     const int i = first + static_cast<int>(threadIdx.x);
     const bool there = i < own.length;
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kMostOperands) newest_kernel(const __grid_cons
   operands.newest[threadIdx.x] = *operands.of[threadIdx.x].history;
 }
 
-// The operands of a call. `misfit`: the index of the first array that is not as it must be, or -1.
+// The operands of a call. `misfit`: the index of the first array that doesn't fit, or -1.
 struct Arrays {
   std::vector<Operand> operands;
   int64_t misfit;
@@ -100,7 +100,7 @@ Arrays arrays_of(const AnyView* arguments, int64_t count) {
   return found;
 }
 
-// Calls launch(operands, count) for as many at a time as a launch takes.
+// Calls launch(operands, count) for as many operands at a time as a launch takes.
 template <class Launch>
 void launch_all(const OnDevice& on, const std::vector<Operand>& operands, int32_t* newest, Launch launch) {
   Operands some;
