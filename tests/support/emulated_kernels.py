@@ -4,8 +4,7 @@ import math
 import struct
 
 import torch
-from blockfp.torch_backend.custom_ops import gated_kernels
-from blockfp.torch_backend.custom_ops.activations import activate, gradients
+from blockfp.torch_backend.custom_ops.activations import ROWS, activate, gradients
 
 from blockfp.definition import alignment, bits, layout, numerics, rotation, rounding, scaling
 from blockfp.definition.numerics import Amax
@@ -252,7 +251,7 @@ def _made(made, amax, recorded, codes, scales, tensor_scale, codes_t, scales_t, 
     quantize(made, amax, recorded, None, *parts, *format, measure, eps_bits, largest_bits, rotate_t, True, 0, 0, 0, 0)
 
 
-_ACTIVATIONS = {number: name for name, number in gated_kernels.NUMBERS.items()}
+_ACTIVATIONS = {row.number: name for name, row in ROWS.items()}
 
 
 def quantize_gated(gate, up, amax, recorded, c, s, t, c_t, s_t, t_t, number, *numbers):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from blockfp.torch_backend.custom_ops import cuda, cuda_groups, cuda_layouts, cuda_reader, gated_kernels
-from blockfp.torch_backend.custom_ops.activations import activate
+from blockfp.torch_backend.custom_ops.activations import ROWS, activate
 
 from blockfp.definition import alignment, groups, numerics
 from blockfp.formats import FORMATS, Format
@@ -60,7 +60,7 @@ class Library:
             write((stored_t, stored_scales_t), numerics.quantize(x.mT.contiguous(), format)[:2])
 
     def quantize_gated_aligned(self, gate, up, recorded, codes, scales, codes_t, scales_t, activation, *numbers):
-        made = activate(gate, up, next(name for name, number in gated_kernels.NUMBERS.items() if number == activation))
+        made = activate(gate, up, next(name for name, row in ROWS.items() if row.number == activation))
         self.quantize_aligned(made, recorded, codes, scales, codes_t, scales_t, None, None, *numbers)
         self.calls[-1] = "activation"
 

@@ -1,14 +1,16 @@
-"""Activations in front of a linear layer, and their gradients, as PyTorch's eager operations compute them.
+"""Activations before a linear layer, and their gradients, as PyTorch's eager operations compute them.
 
     activation(gate)        gelu alone
     activation(gate) * up   SwiGLU, GeGLU
 
-`layout` says where gate and up lie: "apart", in two tensors (or gate alone), or in one, as its "halves", or as "pairs" whose
-first elements are the gate.
+The layout says where gate and up are stored: "apart" in two tensors (or gate alone), or in one tensor, as its "halves" or as
+"pairs" whose first elements are the gate.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -20,14 +22,40 @@ Layout = Literal["apart", "halves", "pairs"]
 
 
 class Gating(NamedTuple):
-    """An activation, and where its gate and up lie."""
+    """An activation, and where gate and up are stored."""
 
     activation: Activation
     layout: Layout
 
 
+class Row(NamedTuple):
+    """An activation.
+
+    Attributes:
+        forward: gate -> activation(gate).
+        backward: (gradient, gate) -> gradient of the gate, with autograd's bits.
+        number: in the CUDA library (`Activation` of kernels/cuda/arguments.h).
+    """
+
+    forward: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
+    number: int
+
+
+def _gelu(approximate: str, number: int) -> Row:
+    backward = partial(torch.ops.aten.gelu_backward.default, approximate=approximate)
+    return Row(partial(F.gelu, approximate=approximate), backward, number)
+
+
+ROWS: dict[str, Row] = {
+    "silu": Row(F.silu, torch.ops.aten.silu_backward.default, 0),
+    "gelu_tanh": _gelu("tanh", 1),
+    "gelu": _gelu("none", 2),
+}
+
+
 def gate_and_up(gate: Tensor, up: Tensor | None, layout: str) -> tuple[Tensor, Tensor | None]:
-    """Returns views of gate and up, which may lie in one tensor."""
+    """Returns views of gate and up, which may be stored in one tensor."""
     if layout == "apart":
         return gate, up
     first, second = gate.chunk(2, -1) if layout == "halves" else gate.unflatten(-1, (-1, 2)).unbind(-1)
@@ -35,26 +63,20 @@ def gate_and_up(gate: Tensor, up: Tensor | None, layout: str) -> tuple[Tensor, T
 
 
 def joined(gate: Tensor, up: Tensor, layout: str) -> Tensor:
-    """Returns the one tensor [.., 2 * features] in which both lie."""
+    """Returns the tensor [.., 2 * features] that holds both."""
     return torch.cat([gate, up], -1) if layout == "halves" else torch.stack([gate, up], -1).flatten(-2)
 
 
 def activate(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     """Returns activation(gate), or activation(gate) * up."""
-    made = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate=_approximate(activation))
+    made = ROWS[activation].forward(gate)
     return made if up is None else made * up
 
 
 def gradients(gradient: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, Tensor | None]:
-    """Returns the gradients of gate and up from that of `activate`, with autograd's bits."""
-    d_up = None
+    """Returns the gradients of gate and up from the gradient of `activate`'s result, with autograd's bits."""
+    row, d_up = ROWS[activation], None
     if up is not None:
-        d_up = gradient * activate(gate, None, activation)
+        d_up = gradient * row.forward(gate)
         gradient = gradient * up
-    if activation == "silu":
-        return torch.ops.aten.silu_backward(gradient, gate), d_up
-    return torch.ops.aten.gelu_backward(gradient, gate, approximate=_approximate(activation)), d_up
-
-
-def _approximate(activation: str) -> str:
-    return "tanh" if activation == "gelu_tanh" else "none"
+    return row.backward(gradient, gate), d_up

@@ -16,12 +16,9 @@ from blockfp.kernels.calls import OperandCast
 from blockfp.kernels.cuda_library import library
 
 from . import cuda
-from .activations import activate, gradients
+from .activations import ROWS, activate, gradients
 from .cuda_reader import Read, made_reader
 from .kernels import kernels_for
-
-NUMBERS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
-"""Activation numbers of the library."""
 
 _agreed: dict[Any, bool] = {}
 """Whether the kernels match PyTorch, by device, dtype, activation and presence of an up."""
@@ -32,7 +29,7 @@ def plan_of(gate: Tensor, up: Tensor | None, activation: str, layout: str, cast:
     # A gate alone is activated as fast as it is read for an amax: two kernels read no more than one after the other.
     if not _takes(gate, up, layout == "pairs") or (up is None and cast.measures):
         return None
-    run = made_reader(gate, cast, "quantize_gated", NUMBERS[activation])
+    run = made_reader(gate, cast, "quantize_gated", ROWS[activation].number)
     return run if run is not None and agrees(gate, activation, up is not None) else None
 
 
@@ -51,7 +48,7 @@ def made_of(gate: Tensor, up: Tensor | None, activation: str, layout: str) -> Te
     ):
         return None
     made = gate.new_empty(gate.shape)
-    library().activation(gate.detach(), None if up is None else up.detach(), made, NUMBERS[activation])
+    library().activation(gate.detach(), None if up is None else up.detach(), made, ROWS[activation].number)
     return made
 
 
@@ -78,7 +75,7 @@ def gradient_of(gradient: Tensor, gate: Tensor, up: Tensor | None, activation: s
     else:
         results = [gate.new_empty((rows, 2 * columns))]
         d_gate, d_up = (results[0][:, ::2], results[0][:, 1::2]) if pairs else results[0].chunk(2, -1)
-    library().activation_gradient(gradient.detach(), gate.detach(), up.detach(), d_gate, d_up, NUMBERS[activation])
+    library().activation_gradient(gradient.detach(), gate.detach(), up.detach(), d_gate, d_up, ROWS[activation].number)
     return results
 
 
@@ -126,7 +123,7 @@ def differing(device: torch.device, dtype: torch.dtype, activation: str, gated: 
     sizes, signs = (torch.randn((2, *gate.shape), device=device, generator=random) for _ in range(2))
     up, gradient = (signs * 2.0 ** (8 * sizes)).to(dtype)
     other = up if gated else None
-    number = NUMBERS[activation]
+    number = ROWS[activation].number
     made, d_gate, d_up = torch.empty_like(gate), torch.empty_like(gate), torch.empty_like(gate) if gated else None
     library().activation(gate, other, made, number)
     library().activation_gradient(gradient, gate, other, d_gate, d_up, number)
