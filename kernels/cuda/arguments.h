@@ -47,8 +47,8 @@ struct AlignedOutput {
   float* scales;
 };
 
-// The activation that produces the quantized elements from a gate: silu, or gelu by tanh or erf.
-enum class Activation { kSilu, kGeluTanh, kGeluErf };
+// The activation that produces the quantized elements from a gate: silu, gelu by tanh or erf, or squared ReLU.
+enum class Activation { kSilu, kGeluTanh, kGeluErf, kRelu2 };
 
 // How elements are computed from x, the gate: activation(gate), or activation(gate) * up. Each result that a PyTorch operation
 // would return is rounded to the dtype.

@@ -158,7 +158,7 @@ def test_compiled_whole(name, monkeypatch):
 def test_activations():
     from transformers.activations import ACT2FN
 
-    names = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+    names = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
     for name in (
         "silu",
         "swish",

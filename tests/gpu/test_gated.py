@@ -20,7 +20,7 @@ if torch.cuda.is_available():
     import blockfp.torch as bfp
     from blockfp.kernels.calls import OperandCast
 
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2")
 LAYOUTS = ("alone", "apart", "halves", "pairs")
 DTYPES = ("bfloat16", "float16")
 FORMATS = (

@@ -177,7 +177,7 @@ def test_refuses_what_is_not_there():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", "relu2"])
 @pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp6_e3m2", "mxfp4_e2m1"])
 def test_what_an_activation_makes(format, activation, dtype):
     format = Format.parse(format)

@@ -50,6 +50,11 @@ class Plain(Base):
         return self.w2(nn.functional.gelu(self.w1(x), approximate="tanh"))
 
 
+class SpeedRun(Base):
+    def forward(self, x):
+        return self.w2(F.relu(self.w1(x)).square())
+
+
 class Inherits(Gated):
     pass
 
@@ -65,6 +70,7 @@ ROWS = {
     ByModule: bfp.MLPParts(gate="w1", up="w3", down="w2", activation="act"),
     Halves: bfp.MLPParts(gate="both", up="both", down="w2", activation="act"),
     Plain: bfp.MLPParts(up="w1", down="w2", activation="gelu_tanh"),
+    SpeedRun: bfp.MLPParts(up="w1", down="w2", activation="relu2"),
     Attention: bfp.SharedInput("w1", "w3"),
 }
 
@@ -201,8 +207,8 @@ UNTRUE = [
     (Calls, GATED, r"asks for x\.shape"),
     (NoLayer, GATED, "has no module 'w3'"),
     (Gated, bfp.MLPParts(gate="w1", up="w4", down="w2", activation="silu"), "has no module 'w4'"),
-    (Gated, bfp.MLPParts(gate="w1", up="w3", down="w2", activation="relu"), "silu, gelu_tanh, gelu"),
-    (ByModule, bfp.MLPParts(gate="w1", up="w3", down="w2", activation="drop"), "silu, gelu_tanh, gelu"),
+    (Gated, bfp.MLPParts(gate="w1", up="w3", down="w2", activation="relu"), "silu, gelu_tanh, gelu, relu2"),
+    (ByModule, bfp.MLPParts(gate="w1", up="w3", down="w2", activation="drop"), "silu, gelu_tanh, gelu, relu2"),
     (Gated, bfp.MLPParts(up="w1", down="w2", activation="silu"), r"asks for self\.w3"),
     (Plain, bfp.MLPParts(up="w1", down="w2", activation="gelu"), r"returns w2\(F\.gelu_tanh"),
     (Attention, bfp.SharedInput("w1", "q"), "has no module 'q'"),

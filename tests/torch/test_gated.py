@@ -21,6 +21,7 @@ ACTIVATIONS = {
     "silu": F.silu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "gelu": F.gelu,
+    "relu2": lambda x: F.relu(x).square(),
 }
 LAYOUTS = ("alone", "apart", "halves", "pairs")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

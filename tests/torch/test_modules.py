@@ -22,6 +22,7 @@ LAYERS = {
     "linear": lambda name: bfp.Linear(64, 32, recipe=name),
     "layernorm_linear": lambda name: bfp.LayerNormLinear(64, 32, recipe=name),
     "rmsnorm_mlp_swiglu": lambda name: bfp.LayerNormMLP(64, 96, recipe=name, norm="rms_norm", activation="swiglu"),
+    "mlp_relu2": lambda name: bfp.LayerNormMLP(64, 96, recipe=name, activation="relu2"),
     "attention": lambda name: bfp.MultiheadAttention(64, 4, recipe=name, key_value_heads=2),
     "transformer_layer": lambda name: bfp.TransformerLayer(64, 96, 4, recipe=name),
 }

@@ -1,6 +1,6 @@
 """Activations before a linear layer, and their gradients, as PyTorch's eager operations compute them.
 
-    activation(gate)        gelu alone
+    activation(gate)        gelu or squared ReLU alone
     activation(gate) * up   SwiGLU, GeGLU
 
 The layout says where gate and up are stored: "apart" in two tensors (or gate alone), or in one tensor, as its "halves" or as
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Activation = Literal["silu", "gelu_tanh", "gelu"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
 Layout = Literal["apart", "halves", "pairs"]
 
 
@@ -47,10 +47,21 @@ def _gelu(approximate: str, number: int) -> Row:
     return Row(partial(F.gelu, approximate=approximate), backward, number)
 
 
+def _relu2(gate: Tensor) -> Tensor:
+    """Squared ReLU (So et al. 2021, arXiv 2109.08668)."""
+    return F.relu(gate).square()
+
+
+def _relu2_backward(gradient: Tensor, gate: Tensor) -> Tensor:
+    made = F.relu(gate)
+    return torch.ops.aten.threshold_backward.default(gradient * (2 * made), made, 0)
+
+
 ROWS: dict[str, Row] = {
     "silu": Row(F.silu, torch.ops.aten.silu_backward.default, 0),
     "gelu_tanh": _gelu("tanh", 1),
     "gelu": _gelu("none", 2),
+    "relu2": Row(_relu2, _relu2_backward, 3),
 }
 
 

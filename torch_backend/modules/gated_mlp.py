@@ -11,6 +11,7 @@ from collections.abc import Callable, Container
 from types import FunctionType
 from typing import Any, ClassVar, NamedTuple, get_args
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -22,6 +23,7 @@ from .known_classes import FUNCTIONS, GELU, SILU, Derived, DoesNotFit, MLPParts,
 from .shared_inputs import sharing
 
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+_RELU = "F.relu("
 
 
 class _Value:
@@ -41,6 +43,18 @@ class _Value:
             raise DoesNotFit(f"its forward calls chunk({chunks}, dim={dim})")
         return [_Value(f"{self.text}.chunk(2, dim=-1)[{half}]") for half in range(2)]
 
+    def square(self) -> _Value:
+        if not self.text.startswith(_RELU):
+            raise DoesNotFit(f"its forward squares {self.text}")
+        return _Value(f"F.relu2({self.text.removeprefix(_RELU)}")
+
+    def pow(self, exponent: Any) -> _Value:
+        if exponent != 2:
+            raise DoesNotFit(f"its forward raises {self.text} to {exponent}")
+        return self.square()
+
+    __pow__ = pow
+
     def __getattr__(self, name: str) -> Any:
         raise DoesNotFit(f"its forward asks for {self.text}.{name}")
 
@@ -51,9 +65,12 @@ class _Value:
             ("silu", F.silu, {}),
             ("gelu", F.gelu, {}),
             ("gelu_tanh", F.gelu, {"approximate": "tanh"}),
+            ("relu", F.relu, {}),
         ):
             if func is function and options == wanted and len(args) == 1:
                 return _Value(f"F.{name}({args[0].text})")
+        if func is torch.square and not options:
+            return args[0].square()
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise DoesNotFit(f"its forward calls {getattr(func, '__name__', func)}({given})")
 
@@ -110,7 +127,7 @@ def parts_of(mlp: nn.Module, row: MLPParts) -> Parts:
     if act is None and function not in ACTIVATIONS:
         raise DoesNotFit(f"activation {function!r} is neither a module of it nor one of {', '.join(ACTIVATIONS)}")
     if act is not None and activation_of(mlp.get_submodule(act)) is None:
-        known = "torch.nn.SiLU and GELU and transformers' are, without hooks and with their own forward"
+        known = "torch.nn.SiLU and GELU and transformers' own are, without hooks and with their own forward"
         raise DoesNotFit(f"{act}, {mlp._modules[act]}, isn't known to compute {', '.join(ACTIVATIONS)} ({known})")
     parts = Parts(row.down, row.gate or row.up, up, act, halves, function)
     reason = why_not(type(mlp).forward, parts)
@@ -138,7 +155,7 @@ def why_not(forward: Any, parts: Parts) -> str | None:
 
 def activation_of(module: nn.Module) -> Activation | None:
     """Returns the name of the function that a module computes; None if it is unknown or hooks observe the module."""
-    if watched(module) or (F.gelu, F.silu) != FUNCTIONS:
+    if watched(module) or (F.gelu, F.silu, F.relu) != FUNCTIONS:
         return None
     if type(module) is nn.SiLU:
         return None if module.inplace or nn.SiLU.forward is not SILU else "silu"
@@ -149,8 +166,8 @@ def activation_of(module: nn.Module) -> Activation | None:
     cls: Any = type(module)
     if cls.__module__ != _TRANSFORMERS or cls.forward.__module__ != _TRANSFORMERS or hasattr(cls.forward, "__wrapped__"):
         return None
-    if cls.__name__ == "SiLUActivation":
-        return "silu"
+    if cls.__name__ in ("SiLUActivation", "ReLUSquaredActivation"):
+        return "silu" if cls.__name__ == "SiLUActivation" else "relu2"
     if cls.__name__ not in ("GELUActivation", "GELUTanh"):
         return None
     # transformers' classes may replace F.gelu with a formula of their own.
@@ -179,7 +196,7 @@ class FusedMLP(Derived, nn.Module):
     parts: ClassVar[Parts]
 
     def forward(self, *inputs: Tensor, **options: Any) -> Tensor:
-        if self.made_of.forward is not self.known or len(inputs) != 1 or options or (F.gelu, F.silu) != FUNCTIONS:
+        if self.made_of.forward is not self.known or len(inputs) != 1 or options or (F.gelu, F.silu, F.relu) != FUNCTIONS:
             return self.made_of.forward(self, *inputs, **options)
         (x,) = inputs
         parts = self.parts

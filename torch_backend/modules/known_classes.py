@@ -25,7 +25,7 @@ class MLPParts:
     Attributes:
         up: the layer whose output is multiplied with the gate's; without a gate, the layer before the activation.
         down: the last layer.
-        activation: the module that computes silu or gelu; or "silu", "gelu" or "gelu_tanh" (gelu's tanh approximation) if
+        activation: the module that computes it; or "silu", "gelu", "gelu_tanh" (tanh approximation) or "relu2" (squared ReLU) if
             `forward` calls the function of `torch.nn.functional`.
         gate: the layer before the activation. Equal to `up` if one layer computes both, the gate first.
     """
@@ -185,7 +185,7 @@ def module_of(function: Any) -> str:
 
 LINEAR, SEQUENTIAL = forward_of(nn.Linear), forward_of(nn.Sequential)
 GELU, SILU = forward_of(nn.GELU), forward_of(nn.SiLU)
-FUNCTIONS = F.gelu, F.silu
+FUNCTIONS = F.gelu, F.silu, F.relu
 """torch's activation functions at import, before anyone patches them."""
 
 

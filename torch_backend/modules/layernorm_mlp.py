@@ -15,9 +15,9 @@ from .layernorm_linear import LayerNormLinear, Norm
 from .linear import Linear
 from .quantized_layer import LayerOptions, Weights
 
-Activation = Literal["gelu", "swiglu"]
+Activation = Literal["gelu", "swiglu", "relu2"]
 
-_GATINGS = {"gelu": Gating("gelu_tanh", "apart"), "swiglu": Gating("silu", "pairs")}
+_GATINGS = {"gelu": Gating("gelu_tanh", "apart"), "swiglu": Gating("silu", "pairs"), "relu2": Gating("relu2", "apart")}
 
 
 class LayerNormMLP(nn.Module):
@@ -33,7 +33,7 @@ class LayerNormMLP(nn.Module):
         bias: whether the linear layers have biases.
         recipe: a `Recipe` or its name.
         norm: "layer_norm" or "rms_norm".
-        activation: "gelu" (its tanh approximation) or "swiglu".
+        activation: "gelu" (its tanh approximation), "swiglu" or "relu2" (squared ReLU).
         eps, device, dtype, weights, compute, keep_init: as for `LayerNormLinear`.
     """
 
@@ -54,8 +54,8 @@ class LayerNormMLP(nn.Module):
         keep_init: bool = True,
     ):
         super().__init__()
-        if activation not in ("gelu", "swiglu"):
-            raise ValueError(f"activation must be 'gelu' or 'swiglu', got {activation!r}")
+        if activation not in _GATINGS:
+            raise ValueError(f"activation must be one of {', '.join(map(repr, _GATINGS))}, got {activation!r}")
         self.activation = activation
         width = 2 * ffn_features if activation == "swiglu" else ffn_features
         options = LayerOptions(recipe=recipe, device=device, dtype=dtype, weights=weights, compute=compute, keep_init=keep_init)

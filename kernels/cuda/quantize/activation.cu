@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads)
     d_up = times<T>(dy, activation_of<A, T>(parts.gate));
     dy = times<T>(dy, parts.up);
   }
-  const Eight<T> d_gate = rounded<T>([&](int i) { return activation_gradient_of<A>(value<T>(dy, i), value<T>(parts.gate, i)); });
+  const Eight<T> d_gate = rounded<T>([&](int i) { return activation_gradient_of<A, T>(value<T>(dy, i), value<T>(parts.gate, i)); });
   store_gate_and_up<T>(d_x, d_gated, row, column, d_gate, d_up);
 }
 
@@ -50,7 +50,8 @@ cudaError_t with_both(int dtype, Activation kind, Body body) {
     switch (kind) {
       case Activation::kSilu: return body(t, OfActivation<Activation::kSilu>{});
       case Activation::kGeluTanh: return body(t, OfActivation<Activation::kGeluTanh>{});
-      default: return body(t, OfActivation<Activation::kGeluErf>{});
+      case Activation::kGeluErf: return body(t, OfActivation<Activation::kGeluErf>{});
+      default: return body(t, OfActivation<Activation::kRelu2>{});
     }
   };
   return dtype == Bf16::kId ? with(Bf16{}) : with(Fp16{});

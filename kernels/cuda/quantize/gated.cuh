@@ -1,4 +1,4 @@
-// Elements computed by an activation, in registers: loading gate and up, silu and gelu, and their derivatives.
+// Elements computed by an activation, in registers: loading gate and up, the activations, and their derivatives.
 //
 // The bits are those of PyTorch's eager operations on this device, each of which computes in fp32 and rounds to T. So the
 // expressions are written like PyTorch's and contracted alike. Whether they agree is tested at run time, over all values of a
@@ -23,8 +23,10 @@ __device__ __forceinline__ void with_activation(Activation activation, Body body
     body(OfActivation<Activation::kSilu>{});
   } else if (activation == Activation::kGeluTanh) {
     body(OfActivation<Activation::kGeluTanh>{});
-  } else {
+  } else if (activation == Activation::kGeluErf) {
     body(OfActivation<Activation::kGeluErf>{});
+  } else {
+    body(OfActivation<Activation::kRelu2>{});
   }
 }
 
@@ -40,13 +42,15 @@ __device__ __forceinline__ float activation_of(float x) {
     const float cube = x * x * x;
     const float inner = kGeluBeta * (x + kGeluKappa * cube);
     return 0.5f * x * (1.0f + tanhf(inner));
-  } else {
+  } else if constexpr (A == Activation::kGeluErf) {
     return x * 0.5f * (1.0f + erff(x * kGeluAlpha));
+  } else {
+    return x <= 0.0f ? 0.0f : x * x;
   }
 }
 
-// dy times the derivative at x.
-template <Activation A>
+// dy times the derivative at x, both of dtype T.
+template <Activation A, class T>
 __device__ __forceinline__ float activation_gradient_of(float dy, float x) {
   if constexpr (A == Activation::kSilu) {
     const float s = 1.0f / (1.0f + expf(-x));
@@ -63,10 +67,14 @@ __device__ __forceinline__ float activation_gradient_of(float dy, float x) {
     const float inner_derivative = kGeluBeta * (1.0f + 3.0f * kGeluKappa * square);
     const float right_derivative = left * tanh_derivative * inner_derivative;
     return dy * (left_derivative + right_derivative);
-  } else {
+  } else if constexpr (A == Activation::kGeluErf) {
     const float cdf = 0.5f * (1.0f + erff(x * kGeluAlpha));
     const float pdf = expf(-0.5f * x * x) * kGeluDensity;
     return dy * (cdf + x * pdf);
+  } else {
+    // Doubling is exact but for float16's overflow, which PyTorch rounds to Inf.
+    const float slope = T::kId == Fp16::kId && x > 32752.0f ? INFINITY : 2.0f * x;
+    return x <= 0.0f ? 0.0f : dy * slope;
   }
 }
 

@@ -11,7 +11,7 @@
 //       d_gate and d_up have the layout of gate and up: separate, or in pairs.
 //
 // gate, up: bfloat16 or float16 [rows, columns], columns a multiple of 8, rows at multiples of 16 bytes. Their columns are
-// adjacent, or alternate in pairs, gate first. activation: 0 silu, 1 gelu by tanh, 2 gelu by erf. Columnwise quantization needs
+// adjacent, or alternate in pairs, gate first. activation: 0 silu, 1 gelu by tanh, 2 gelu by erf, 3 squared ReLU. Columnwise quantization needs
 // rows in multiples of 16 (E2M1: 32); rowwise alone needs columns in whole blocks.
 #include "aligned_exports.h"
 #include "gated.cuh"
@@ -27,7 +27,7 @@ struct GatedMatrices {
 };
 
 GatedMatrices gated_of(const TensorView& gate, const MaybeTensor& up, int64_t activation, const OnDevice& on) {
-  check(activation >= 0 && activation <= 2, "activation must be 0, 1 or 2, and is ", activation);
+  check(activation >= 0 && activation <= 3, "activation must be 0, 1, 2 or 3, and is ", activation);
   const bool pairs = gate.ndim() == 2 && gate.numel() > 0 && gate.size(1) > 1 && gate.stride(1) == 2;
   GatedMatrices both{vectors_of(gate, "gate", on, pairs ? 2 : 1), {static_cast<Activation>(activation), nullptr, 0, pairs}};
   check(!pairs || has(up), "a gate of pairs needs an up");
