@@ -13,8 +13,8 @@ from typing import NamedTuple
 from ..formats import Format
 from .calls import format_numbers
 from .product_table import MEASURED
+from .routes import HOPPER
 
-HOPPER = (9, 0)
 TENSOR_SCALES, BLOCK_SCALES = 120000, 120900
 """First cuBLASLt versions that multiply FP8 with a scale per tensor, and with scales per block."""
 

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, TypeVar
 
 from ..formats import FORMATS, WHOLE_ROW, Format, block_name
+from .calls import cuda_rotates
 
 Mode = Literal["tensor", "block", "mx", "nvfp4", "aligned", "dequantize", "plain"]
 Platform = Literal["cpu", "cuda"]
@@ -107,7 +109,8 @@ RULES: tuple[Rule, ...] = (
 
 _DEVICES = {9: "Hopper (9.x)", 10: "Blackwell (10.x)"}
 
-RUN, COMPILED = ((9, 0),), ((8, 0), (8, 9), (10, 0), (12, 0))
+HOPPER = (9, 0)
+RUN, COMPILED = (HOPPER,), ((8, 0), (8, 9), (10, 0), (12, 0))
 """Compute capabilities on which the CUDA library has run, and for which it has only been compiled."""
 
 
@@ -164,6 +167,29 @@ def route(
             units = " and ".join(f"{size} for {name}" for name, size in zip("mnk", rule.multiples, strict=True) if size > 1)
             why = f"{' and '.join(misfit)}: the matrix units want multiples of {units}"
     return _dequantized(a, b, platform, why)
+
+
+@lru_cache(maxsize=4096)
+def group_mode(a: Format | None, b: Format | None, exact: bool) -> Mode | None:
+    """The mode in which Hopper multiplies codes of groups; None where it doesn't."""
+    if a is None or b is None or a.per_tensor != b.per_tensor:
+        # A scale for each group and one for each block don't go together.
+        return None
+    mode = route(a, b, platform="cuda", capability=HOPPER, exact=exact).mode
+    return mode if mode in ("tensor", "block", "aligned") else None
+
+
+def why_groups_apart(format: Format | None, what: str, *, kept: bool = False, rotate: bool = False) -> str | None:
+    """Says why groups of "row"s or "column"s are not cast all at once; with `kept` why their codes are not multiplied so."""
+    if format is None:
+        return None
+    if format.per_row:
+        return f"a scale for each {what}, {format}"
+    if format.block is not None and format.block[0] > 1:
+        return f"{what}s in square blocks, {format}"
+    if format.scale.four_over_six and not kept:
+        return f"{what}s whose blocks choose between two scales, {format}"
+    return f"rotated {what}s, {format}" if rotate and not cuda_rotates(format) else None
 
 
 def _rule(a: Format, b: Format, major: int) -> Rule | None:

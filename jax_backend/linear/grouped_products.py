@@ -18,8 +18,7 @@ from blockfp.definition import alignment
 from blockfp.definition.groups import ordered
 from blockfp.definition.numerics import Quantized
 from blockfp.formats import Format
-from blockfp.kernels.products import HOPPER
-from blockfp.kernels.routes import Mode, exact_in_bfloat16, route
+from blockfp.kernels.routes import HOPPER, exact_in_bfloat16, group_mode, why_groups_apart
 from blockfp.recipes import Recipe
 
 from ..arrays.array import QuantizedArray
@@ -40,11 +39,11 @@ def all_at_once(recipe: Recipe, dtype: np.dtype, weight_dtype: np.dtype) -> bool
     if not choice.has_gpu() or choice.would_be_partitioned() or choice.missing("ffi") is not None or capability() != HOPPER:
         return False
     casts = (recipe.input, recipe.input_columnwise, recipe.gradient, recipe.gradient_columnwise)
-    x, x_columns, g, g_columns = (cast.format for cast in casts)
+    x, x_columns, g, g_columns = formats = tuple(cast.format for cast in casts)
     weights = recipe.weight.format, recipe.weight_columnwise.format
-    if any(format is not None and format.per_row for format in (x, x_columns, g, g_columns, *weights)):
+    if any(format is not None and format.per_row for format in weights):
         return False
-    if any(format is not None and format.block and format.block[0] > 1 for format in (x, x_columns, g, g_columns)):
+    if any(why_groups_apart(format, "row", kept=True) is not None for format in formats):
         return False
     w, w_dtype = recipe.weight.format, weight_dtype
     if w is not None and not w.square:
@@ -57,19 +56,10 @@ def all_at_once(recipe: Recipe, dtype: np.dtype, weight_dtype: np.dtype) -> bool
         (g_columns, dtype, x_columns, dtype),
     )
     return all(
-        _mode(a, b, exact=recipe.exact_products) is not None
+        group_mode(a, b, recipe.exact_products) is not None
         or all(exact_in_bfloat16(f) if f is not None else d.name == "bfloat16" for f, d in ((a, a_dtype), (b, b_dtype)))
         for a, a_dtype, b, b_dtype in products
     )
-
-
-def _mode(a: Format | None, b: Format | None, *, exact: bool) -> Mode | None:
-    """Returns the mode of `kernels.routes` in which Hopper multiplies grouped codes, or None."""
-    if a is None or b is None or a.per_tensor != b.per_tensor:
-        # Group scales and block scales can't be combined.
-        return None
-    mode = route(a, b, platform="cuda", capability=HOPPER, exact=exact).mode
-    return mode if mode in ("tensor", "block", "aligned") else None
 
 
 def multiply_rows(
@@ -94,7 +84,7 @@ def multiply_rows(
         fast, exact: as for `products.product`.
         turned: see `weight`.
     """
-    mode = _mode(x.format, weight.format if isinstance(weight, QuantizedArray) else None, exact=exact)
+    mode = group_mode(x.format, weight.format if isinstance(weight, QuantizedArray) else None, exact)
 
     def kernel(x, weight, bias, tiles):
         weight = _turned(weight) if turned and mode != "aligned" else weight
@@ -120,7 +110,7 @@ def multiply_rows(
 
 def multiply_columns(a: GroupCodes, b: GroupCodes, tiles: Tiles, dtype, *, fast: bool, exact: bool) -> jax.Array:
     """Returns [groups, m, n]: products of each group's columns of a [m, columns] and of b [n, columns], transposed."""
-    mode = _mode(a.format, b.format, exact=exact)
+    mode = group_mode(a.format, b.format, exact)
 
     def kernel(a, b, tiles):
         if mode is None:

@@ -8,8 +8,8 @@ from jax import lax
 
 from blockfp.definition import alignment, layout
 from blockfp.definition.numerics import Quantized
-from blockfp.kernels.products import BLOCK_SCALES, HOPPER, TENSOR_SCALES
-from blockfp.kernels.routes import Route, exact_in_bfloat16, route
+from blockfp.kernels.products import BLOCK_SCALES, TENSOR_SCALES
+from blockfp.kernels.routes import HOPPER, Route, exact_in_bfloat16, route
 
 from ..arrays import sharded
 from ..arrays.array import QuantizedArray

@@ -10,11 +10,6 @@ import torch
 from torch import Tensor
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of the core's name."""
-    return getattr(torch, name)
-
-
 @lru_cache(maxsize=4096)
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a contiguous array."""

@@ -113,7 +113,7 @@ def quantize(
     if format.scale.four_over_six and not _chooses(x, format, origin, amax):
         return _by_definition(x, format, key, origin, shape, amax, out)
     cast = OperandCast(format, None, None if amax is None else "amax", eps=eps)
-    return _quantize(x, cast, key, nominal, origin, shape, amax, out or Quantized(None, None, None)).row
+    return _quantize(x, cast, key, nominal, origin, shape, amax, out or _NOTHING).row
 
 
 def _chooses(x: Array, format: Format, origin: Origin, amax: Amax | None) -> bool:

@@ -13,7 +13,7 @@ from blockfp.kernels import calls, switch
 from blockfp.kernels.calls import OperandCast
 from blockfp.kernels.cuda_library import library
 
-from .allocation import maker, torch_dtype
+from .allocation import maker
 from .cuda import check_beside
 
 Align = Callable[[Array, Array], tuple[Array, Array]]
@@ -22,7 +22,7 @@ Align = Callable[[Array, Array], tuple[Array, Array]]
 
 def empty_aligned(x: Array, shape: Sequence[int]) -> list[Array]:
     """Aligned codes and scales of matrices of this shape, not filled, on x's device."""
-    return [x.new_empty(part, dtype=torch_dtype(dtype)) for part, dtype in calls.aligned_parts(shape)]
+    return [x.new_empty(part, dtype=getattr(torch, dtype)) for part, dtype in calls.aligned_parts(shape)]
 
 
 def align(codes: Array, scales: Array, format: Format | str, *, columns: int, transposed: bool = False) -> tuple[Array, Array]:
@@ -45,7 +45,7 @@ def aligner(codes: Array, format: Format, columns: int, transposed: bool) -> Ali
 def _aligner(shape: tuple[int, ...], device: torch.device, format: Format, transposed: bool) -> Align:
     call = calls.align(shape, format, transposed)
     run, numbers = library().align, tuple(call.numbers.values())
-    new, new_powers = (maker(part[0], torch_dtype(part[1]), device) for part in call.arrays.values() if part is not None)
+    new, new_powers = (maker(part[0], getattr(torch, part[1]), device) for part in call.arrays.values() if part is not None)
 
     def aligned(codes: Array, scales: Array) -> tuple[Array, Array]:
         out, powers = new(), new_powers()

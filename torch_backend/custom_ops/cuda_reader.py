@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from blockfp.definition.scaling import eps_for
@@ -16,7 +17,7 @@ from blockfp.kernels.calls import OperandCast, cuda_rotates
 from blockfp.kernels.cuda_library import library
 
 from . import cuda
-from .allocation import maker, torch_dtype
+from .allocation import maker
 from .cuda import check_beside, check_input_on_device
 from .cuda_layouts import align_parts, align_plans
 from .dtypes import name_of
@@ -50,7 +51,7 @@ def reader(x: Tensor, cast: OperandCast, *, one_scale: bool = False, function: s
     made, dropped = [], list(range(first_part))
     for place, (name, array) in enumerate(call.arrays.items()):
         if array is not None and not (one_scale and name == "scales_t"):
-            made.append((place, maker(array[0], torch_dtype(array[1]), device)))
+            made.append((place, maker(array[0], getattr(torch, array[1]), device)))
         if array is None and place >= first_part:
             dropped.append(place)
     dropped.reverse()

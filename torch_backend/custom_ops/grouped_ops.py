@@ -28,8 +28,8 @@ from blockfp.definition import groups
 from blockfp.definition.numerics import Quantized
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
-from blockfp.kernels.calls import cuda_rotates
 from blockfp.kernels.once import once
+from blockfp.kernels.routes import why_groups_apart
 from blockfp.recipes import HIGH_PRECISION, Cast
 
 from . import cuda, cuda_groups
@@ -68,25 +68,6 @@ backward = define(
 def _weight(weight: Tensor, scales: Tensor | None, tensor_scale: Tensor | None, format: Format | None) -> Matrix:
     parts = [part for part in (weight, scales, tensor_scale) if part is not None]
     return Matrix(parts, None if scales is None else format)
-
-
-def _why_columns(cast: Cast) -> str | None:
-    """Says why the columns of groups are not quantized all at once by a cast; None where they are."""
-    format = cast.format
-    if (why := _why_rotated(cast)) is not None:
-        return why
-    if format is not None and format.scale.four_over_six:
-        return f"columns whose blocks choose between two scales, {format}"
-    if format is None or format.block is None or (format.block[0] == 1 and not format.per_row):
-        return None
-    return f"columns with {'a scale each' if format.per_row else 'square blocks'}, {format}"
-
-
-def _why_rotated(cast: Cast) -> str | None:
-    """Says why the kernels don't rotate the columns of groups; None where they do, or nothing is rotated."""
-    if cast.format is None or not cast.rotate or cuda_rotates(cast.format):
-        return None
-    return f"rotated columns, {cast.format}"
 
 
 def _on_device(x: Tensor, reason: str | None) -> bool:
@@ -134,7 +115,9 @@ def forward_now(
     w, fast = _weight(weight, scales, tensor_scale, recipe.weight.format), "forward" in recipe.fast_accum
     (tokens, k), n, count, eps, exact = x.shape, weight.shape[-2], offs.shape[0], recipe.eps, recipe.exact_products
     like = x.parts[0] if coded else x
-    reason = why_apart(x, n, row.format, w.format, exact=exact, transposed=False) or _why_columns(again)
+    reason = why_apart(x, n, row.format, w.format, exact=exact, transposed=False) or why_groups_apart(
+        again.format, "column", rotate=again.rotate
+    )
     if note is None and _on_device(like, reason):
         words = cuda_groups.group_rows(offs, tokens)
         aligned = (not coded and rows_come_aligned(x.device, row.format, w.format, exact, False), False)
@@ -173,7 +156,7 @@ def _columns(x, words, multiplier, casts, count) -> list[Tensor]:
     recipe = recipe_of(casts)
     cast = recipe.input_columnwise
     assert cast.format is not None
-    if _on_device(x, _why_columns(cast)):
+    if _on_device(x, why_groups_apart(cast.format, "column", rotate=cast.rotate)):
         found = quantized_at_once(x, words, count, HIGH_PRECISION, cast, multiplier, None, recipe.eps)
         return [*(found.column or []), *_present(found.amaxes)]
     ends, each, amaxes = words[:count].tolist(), [], []
@@ -255,7 +238,9 @@ def backward_now(
         reason = why_apart(gradient, k, row.format, w.format, exact=exact, transposed=True, again=again)
     if reason is None and weight_dtype is not None:
         reason = why_columns_apart(gradient, column.format, kept_as.format, k, weight_dtype, exact=exact)
-        reason = reason or _why_rotated(column) or (_why_columns(kept_as) if isinstance(x, Codes) else None)
+        reason = reason or why_groups_apart(column.format, "column", rotate=column.rotate)
+        if isinstance(x, Codes):
+            reason = reason or why_groups_apart(kept_as.format, "column", rotate=kept_as.rotate)
     if note is None and _on_device(like, reason):
         results = []
         aligned = (

@@ -10,8 +10,6 @@ groups multiply its result.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
@@ -19,25 +17,20 @@ from torch.nn.functional import grouped_mm
 from blockfp.definition import alignment, groups
 from blockfp.formats import Format
 from blockfp.kernels import switch
-from blockfp.kernels.products import HOPPER
-from blockfp.kernels.routes import Mode, exact_in_bfloat16
+from blockfp.kernels.routes import HOPPER, Mode, exact_in_bfloat16, group_mode, why_groups_apart
 
 from . import cuda, cuda_groups, cuda_layouts
 from .dequantize_plans import dequantize_parts
-from .products import Matrix, on_codes, route_on
+from .products import Matrix, on_codes
 
 _ALIGNED = 8  # elements of bfloat16 that grouped_mm's strides are multiples of
 
 
 def _mode(device: torch.device, a: Format | None, b: Format | None, exact: bool) -> Mode | None:
-    """The mode of `kernels.routes` in which Hopper multiplies codes of groups; None where it doesn't."""
-    if a is None or b is None or device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
+    """`kernels.routes.group_mode` of a device."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
         return None
-    if a.per_tensor != b.per_tensor:
-        # A scale for each group and one for each block don't go together.
-        return None
-    mode = route_on(device, a, b, 0, 0, 0, True, exact).mode
-    return mode if mode in ("tensor", "block", "aligned") else None
+    return group_mode(a, b, exact)
 
 
 def why_apart(
@@ -45,27 +38,19 @@ def why_apart(
 ) -> str | None:
     """Says why rows of groups are not multiplied all at once on a GPU; None where they are.
 
-    Args:
-        x: what a was made of, [tokens, k].
-        n: columns of the product.
-        a, w: formats of the rows and of the weight.
-        exact: whether operands must be multiplied as the values that they stand for.
-        transposed: whether the weight is stored as [groups, k, n].
-        again: the format in which a weight of values is quantized for this product, or None.
+    a is made of x [tokens, k], and w is a weight of n columns, or `transposed` [groups, k, n]; `again` is the format in which a
+    weight of values is quantized for this product.
     """
-    if a is not None and a.block is not None and a.block[0] > 1:
-        return f"rows in square blocks, {a}"
-    if a is not None and a.scale.four_over_six:
-        return f"rows whose blocks choose between two scales, {a}"
-    for format in (a, w):
-        if format is not None and format.per_row:
-            return f"a scale for each row, {format}"
+    why = why_groups_apart(a, "row")
+    if why is not None:
+        return why
+    if w is not None and w.per_row:
+        return f"a scale for each row, {w}"
     if w is None and again is not None:
         return f"a weight that is quantized columnwise alone, in {again}"
-    k = x.shape[1]
     if _weight_mode(x.device, a, w, exact, transposed) is not None:
         return None
-    return _why_not_dequantized(x, (k, n), (a, w))
+    return _why_not_dequantized(x, (x.shape[1], n), (a, w))
 
 
 def _weight_mode(device: torch.device, a: Format | None, w: Format | None, exact: bool, transposed: bool) -> Mode | None:
@@ -73,41 +58,23 @@ def _weight_mode(device: torch.device, a: Format | None, w: Format | None, exact
     return None if w is None or (transposed and not w.square) else _mode(device, a, w, exact)
 
 
-@lru_cache(maxsize=4096)
+@switch.memo
 def rows_come_aligned(device: torch.device, a: Format | None, w: Format | None, exact: bool, transposed: bool) -> bool:
     """Says whether rows that are quantized to a for this product alone come aligned, as it would align them."""
     return _weight_mode(device, a, w, exact, transposed) == "aligned"
 
 
-@lru_cache(maxsize=4096)
+@switch.memo
 def columns_come_aligned(device: torch.device, a: Format | None, b: Format | None, exact: bool) -> bool:
     """Says the same of columns."""
     return _mode(device, a, b, exact) == "aligned"
 
 
-for _answers in (rows_come_aligned, columns_come_aligned):
-    switch.when_turned(_answers.cache_clear)
-
-
 def why_columns_apart(x: Tensor, a: Format | None, b: Format | None, k: int, dtype: torch.dtype, *, exact: bool) -> str | None:
-    """Says why columns of groups are not multiplied all at once on a GPU; None where they are.
-
-    Args:
-        x: what a was made of, [tokens, n].
-        a, b: formats of both operands.
-        k: rows of b.
-        dtype: of the product.
-        exact: as for `why_apart`.
-    """
-    for format in (a, b):
-        if format is not None and format.block is not None and format.block[0] > 1:
-            return f"columns in square blocks, {format}"
-        if format is not None and format.per_row:
-            return f"a scale for each column, {format}"
-    if a is not None and a.scale.four_over_six:
-        return f"columns whose blocks choose between two scales, {a}"
-    if _mode(x.device, a, b, exact) is not None:
-        return None
+    """Says why columns of groups, a made of x [tokens, n] and b of k rows, aren't multiplied all at once; None if they are."""
+    why = why_groups_apart(a, "column") or why_groups_apart(b, "column", kept=True)
+    if why is not None or _mode(x.device, a, b, exact) is not None:
+        return why
     if (a is None) != (b is None):
         return "one operand of the weight's gradient is in high precision"
     if dtype is not torch.bfloat16:

@@ -6,7 +6,6 @@ What is left for each call is memory for the results and the kernel, and on a CP
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,18 +23,12 @@ from blockfp.kernels.calls import Pair as Aligned
 from blockfp.kernels.switch import kept
 
 from . import cuda, kernels
-from .allocation import torch_dtype
 from .cuda_layouts import align_plans, aligned_behind
+from .cuda_reader import Read as Run
 from .cuda_reader import reader
 from .dtypes import name_of
 from .kernels import kernels_for
 from .overflow import mark, marker
-
-Run = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], list[Tensor]]
-"""Quantizes a matrix of one kind: (x, amax, multiplier, keys) -> [row parts .., column parts .., amax with a multiplier].
-
-amax is int32 [1], multiplier float32 of one element, keys int32 [2, 2], rowwise and columnwise.
-"""
 
 _plans: dict[Any, Run] = switch.plans()
 
@@ -175,7 +168,7 @@ def _cpu_plan(x: Tensor, cast: OperandCast) -> Run:
             continue
         options = {"transposed": i == 1, "rotated": i == 1 and cast.rotate}
         call = calls.quantize_arrays(tuple(x.shape), dtype, format, eps_for(format, cast.eps), **options)
-        made = [(part[0], torch_dtype(part[1])) for part in call.arrays.values() if part and part[0] != (0,)]
+        made = [(part[0], getattr(torch, part[1])) for part in call.arrays.values() if part and part[0] != (0,)]
         given = cast.given == "multiplier" or (cast.given == "amax" and format.per_tensor)
         planned.append((made, given, cast.random[i], i, tuple(call.numbers.values())))
     empty, quantize, measure = partial(torch.empty, device="cpu"), library.quantize_arrays, library.amax

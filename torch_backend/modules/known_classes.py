@@ -25,8 +25,8 @@ class MLPParts:
     Attributes:
         up: the layer whose output is multiplied with the gate's; without a gate, the layer before the activation.
         down: the last layer.
-        activation: the module that computes it; or "silu", "gelu", "gelu_tanh" (tanh approximation) or "relu2" (squared ReLU) if
-            `forward` calls the function of `torch.nn.functional`.
+        activation: the module that computes it; or "silu", "gelu", "gelu_tanh" (tanh approximation) or "relu2" (squared ReLU)
+            if `forward` calls the function of `torch.nn.functional`.
         gate: the layer before the activation. Equal to `up` if one layer computes both, the gate first.
     """
 
