@@ -1,22 +1,18 @@
 """MX operands aligned on a GPU: the definition's bits, and products within the bound."""
 
+import numpy as np
 import pytest
+import torch
+from blockfp.torch_backend.custom_ops import cuda_layouts, products
 
-torch = pytest.importorskip("torch")
-if torch.cuda.is_available():
-    import numpy as np
-    from blockfp.torch_backend.custom_ops import cuda_layouts, products
+import blockfp.torch as bfp
+from blockfp import recipes
+from blockfp.definition import alignment, layout, numerics
+from blockfp.formats import FORMATS, Format
 
-    import blockfp.torch as bfp
-    from blockfp import recipes
-    from blockfp.definition import alignment, layout, numerics
-    from blockfp.formats import FORMATS, Format
-
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the route is Hopper's", allow_module_level=True)
-    MX = [f for f in FORMATS if alignment.can_align(f) and "floor" not in f.name]
-else:
-    MX = []
+if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("the route is Hopper's", allow_module_level=True)
+MX = [f for f in FORMATS if alignment.can_align(f) and "floor" not in f.name]
 
 
 def assert_same_bits(codes, scales, format, columns):

@@ -1,21 +1,19 @@
 """Products on codes by the CUDA library, against exact sums of what codes and scales stand for."""
 
 import pytest
+import torch
+from blockfp.torch_backend.custom_ops import products
+from blockfp.torch_backend.custom_ops.grouped_products import multiply_groups
+from blockfp.torch_backend.custom_ops.products import Matrix, multiply_parts
 
-torch = pytest.importorskip("torch")
-if torch.cuda.is_available():
-    from blockfp.torch_backend.custom_ops import products
-    from blockfp.torch_backend.custom_ops.grouped_products import multiply_groups
-    from blockfp.torch_backend.custom_ops.products import Matrix, multiply_parts
+import blockfp.torch as bfp
+from blockfp.definition.groups import columns_for
+from blockfp.formats import Format
+from blockfp.kernels import cuda_library
+from blockfp.kernels.products import plan
 
-    import blockfp.torch as bfp
-    from blockfp.definition.groups import columns_for
-    from blockfp.formats import Format
-    from blockfp.kernels import cuda_library
-    from blockfp.kernels.products import plan
-
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the kernel is Hopper's", allow_module_level=True)
+if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("the kernel is Hopper's", allow_module_level=True)
 
 ROWS, SQUARES, TENSOR = "fp8_e4m3_1x128_fp32", "fp8_e4m3_128x128_fp32", "fp8_e4m3"
 GRADIENT, GRADIENT_TENSOR = "fp8_e5m2_1x128_fp32", "fp8_e5m2"

@@ -2,18 +2,15 @@
 
 import numpy as np
 import pytest
+import torch
+from blockfp.torch_backend.custom_ops import cuda, cuda_layouts
+from cuda_arrays import assert_same, to_gpu, to_numpy
 from samples import DTYPES, KINDS, all_patterns, sample
 
 from blockfp.definition import four_over_six, numerics
 from blockfp.formats import FORMATS, Format
+from blockfp.kernels import cuda_library
 from blockfp.kernels.format_numbers import format_numbers
-
-torch = pytest.importorskip("torch")
-if torch.cuda.is_available():
-    from blockfp.torch_backend.custom_ops import cuda, cuda_layouts
-    from cuda_arrays import assert_same, to_gpu, to_numpy
-
-    from blockfp.kernels import cuda_library
 
 WITH_KERNELS = [format for format in FORMATS if not format.scale.four_over_six]
 BY_NAME = pytest.mark.parametrize("format", WITH_KERNELS, ids=str)

@@ -3,22 +3,19 @@
 import math
 
 import pytest
+import torch
+from arrays import with_scales
+from blockfp.torch_backend.custom_ops import gated_kernels, gated_ops
+from blockfp.torch_backend.custom_ops.activations import activate, gate_and_up, gradients, joined
+from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
+from blockfp.torch_backend.linear.activation_function import activation
+from blockfp.torch_backend.linear.gated_function import Gating
+from blockfp.torch_backend.modules.gated_product import gated_product
+from same_tensors import assert_same
 
+import blockfp.torch as bfp
 from blockfp import recipes
 from blockfp.formats import Format
-
-torch = pytest.importorskip("torch")
-if torch.cuda.is_available():
-    from arrays import with_scales
-    from blockfp.torch_backend.custom_ops import gated_kernels, gated_ops
-    from blockfp.torch_backend.custom_ops.activations import activate, gate_and_up, gradients, joined
-    from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
-    from blockfp.torch_backend.linear.activation_function import activation
-    from blockfp.torch_backend.linear.gated_function import Gating
-    from blockfp.torch_backend.modules.gated_product import gated_product
-    from same_tensors import assert_same
-
-    import blockfp.torch as bfp
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 LAYOUTS = ("alone", "apart", "halves", "pairs")

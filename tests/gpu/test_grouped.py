@@ -1,22 +1,22 @@
-"""Rows in groups on a GPU: bits of each group by itself, products, nothing that waits for the device, graphs."""
+"""Rows in groups and experts that ranks share, on GPUs: bits of each group by itself, products, graphs."""
 
 import warnings
 
+import gloo
 import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from blockfp.torch_backend.custom_ops import cuda_groups
 
+import blockfp.torch as bfp
 from blockfp import formats, recipes
 from blockfp.definition import groups, rotation
 from blockfp.definition.numerics import Quantized
-
-torch = pytest.importorskip("torch")
-if torch.cuda.is_available():
-    from blockfp.torch_backend.custom_ops import cuda_groups
-
-    import blockfp.torch as bfp
-    from blockfp.kernels import cuda_library
+from blockfp.kernels import cuda_library
 
 COUNTS = (5, 0, 130, 128, 257, 0, 1, 40)
-# tests/gpu/test_rows.py has fp8_row. The groups' kernels rotate NVFP4 alone, and choose no scales.
+# test_linear.py has fp8_row. The groups' kernels rotate NVFP4 alone, and choose no scales.
 ALL_AT_ONCE = [name for name in recipes.RECIPES if name not in ("fp8_row", "mxfp4_rotated", "nvfp4_4over6")]
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -262,3 +262,86 @@ def test_no_groups_and_no_rows():
         y, *grads = step(layer, x, torch.zeros(len(COUNTS), dtype=torch.int64, device="cuda"), values((0, 384)).cuda())
         assert y.shape == (0, 384)
         assert not any(grad.any() for grad in grads)
+
+
+EXPERTS, IN, HIDDEN, TOKENS = 8, 512, 256, 300
+
+
+def made(recipe, ranks):
+    """The same on every rank: weights of all experts, and each rank's tokens, their experts and weights, a gradient."""
+    random = torch.Generator().manual_seed(0)
+    format = recipes.parse(recipe).weight.format
+    up = torch.randn(EXPERTS, 2 * HIDDEN, IN, generator=random, dtype=torch.bfloat16) / 16
+    down = torch.randn(EXPERTS, IN, HIDDEN, generator=random, dtype=torch.bfloat16) / 16
+    each = []
+    for rank in range(ranks):
+        tokens = TOKENS + 31 * rank
+        x, gradient = (torch.randn(tokens, IN, generator=random, dtype=torch.bfloat16) for _ in range(2))
+        # Expert 5 gets nothing.
+        experts = torch.rand(tokens, EXPERTS - 1, generator=random).argsort(1)[:, :2]
+        each.append([x, experts + 2 * (experts == 5), torch.rand(tokens, 2, generator=random), gradient])
+    return [bfp.quantize(weight.cuda(), format) for weight in (up, down)], [[one.cuda() for one in rank] for rank in each]
+
+
+def run(weights, tokens, recipe, group, key=3):
+    up, down = (weight.detach().requires_grad_() for weight in weights)
+    x, experts, scores, gradient = tokens
+    x, scores = x.clone().requires_grad_(), scores.clone().requires_grad_()
+    received = bfp.dispatch(x, experts, EXPERTS, recipe=recipe, group=group, key=key)
+    gate, value = received.multiply(received.tokens, up).chunk(2, 1)
+    y = bfp.combine(received.multiply(F.silu(gate) * value, down), received, scores)
+    y.backward(gradient)
+    return y.detach(), x.grad, scores.grad, up.grad, down.grad
+
+
+def bits_of_one_process(rank):
+    for recipe in ("mxfp8", "fp8_current", "fp8_block"):
+        compared(rank, recipe)
+
+
+def compared(rank, recipe):
+    ranks = dist.get_world_size()
+    weights, each = made(recipe, ranks)
+    alone = run(weights, [torch.cat(parts) for parts in zip(*each, strict=True)], recipe, None)
+    chunk = -(-EXPERTS // ranks)
+    own = [weight[rank * chunk : (rank + 1) * chunk] for weight in weights]
+    first = sum(len(tokens[0]) for tokens in each[:rank])
+    together = run(own, each[rank], recipe, dist.group.WORLD)
+    names = ("y", "x.grad", "scores.grad", "up.grad", "down.grad")
+    for name, got, whole in zip(names, together, alone, strict=True):
+        begin = rank * chunk if name in ("up.grad", "down.grad") else first
+        expected = whole[begin : begin + len(got)]
+        assert whole.isfinite().all()
+        assert torch.equal(got, expected), f"{name}: {(got != expected).float().mean()}"
+
+
+def test_ranks_that_share_experts_give_the_bits_of_one_process():
+    gloo.run(min(2, torch.cuda.device_count()), __file__, "bits_of_one_process", backend="nccl")
+
+
+def test_rows_are_those_of_the_cpu():
+    for recipe in ("mxfp8", "fp8_block", "mxfp4", "nvfp4"):
+        _, each = made(recipe, 1)
+        x, experts, *_ = each[0]
+        own = [bfp.dispatch(one, to, EXPERTS, recipe=recipe) for one, to in ((x, experts), (x.cpu(), experts.cpu()))]
+        for on_gpu, on_cpu in zip(*(one.tokens.parts for one in own), strict=True):
+            assert torch.equal(on_gpu.cpu(), on_cpu)
+        assert torch.equal(own[0].offs.cpu(), own[1].offs)
+
+
+def test_products_of_all_experts_at_once_are_near_those_of_the_cpu():
+    """bfloat16, which they are for; the codes are the same, and the order of sums is another."""
+    for recipe in ("mxfp8", "fp8_current", "fp8_block", "nvfp4"):
+        weights, each = made(recipe, 1)
+        on_gpu = run(weights, each[0], recipe, None)
+        on_cpu = run([weight.cpu() for weight in weights], [one.cpu() for one in each[0]], recipe, None)
+        for name, ours, theirs in zip(("y", "x.grad", "scores.grad", "up.grad", "down.grad"), on_gpu, on_cpu, strict=True):
+            error = (ours.cpu().float() - theirs.float()).norm() / theirs.float().norm()
+            assert error < (0.08 if recipe == "nvfp4" else 0.02), f"{recipe}, {name}: {error}"
+
+
+def test_the_host_does_not_wait_on_one_gpu(waiting_raises):
+    weights, (tokens,) = made("mxfp8", 1)
+    run(weights, tokens, "mxfp8", None, key=None)
+    with waiting_raises():
+        run(weights, tokens, "mxfp8", None, key=None)

@@ -1,18 +1,17 @@
-"""Linear layers on a GPU: every recipe against the product of its operands, the matrix units' routes, compilation, graphs."""
+"""Linear layers on a GPU: every recipe against its operands' product, the sums' bound, routes, compilation, graphs."""
+
+import warnings
 
 import pytest
+import torch
+from blockfp.torch_backend.custom_ops.key_ops import gradient_keys
+from blockfp.torch_backend.linear.linear import LinearState
+from linear_reference import assert_close, expected
 
+import blockfp.torch as bfp
 from blockfp import recipes
+from blockfp.kernels import cuda_library, switch
 from blockfp.recipes import Cast
-
-torch = pytest.importorskip("torch")
-if torch.cuda.is_available():
-    from blockfp.torch_backend.custom_ops.key_ops import gradient_keys
-    from blockfp.torch_backend.linear.linear import LinearState
-    from linear_reference import assert_close, expected
-
-    import blockfp.torch as bfp
-    from blockfp.kernels import cuda_library, switch
 
 # Sums of tensor cores: fp32 with 14 bits or more where they accumulate fast.
 FAST, PRECISE = 2.0**-10, 2.0**-12
@@ -200,3 +199,103 @@ def test_an_inf_leaves_nothing_finite(name, compiled):
         y = run(x)
         grads = torch.autograd.grad(y, (x, layer.weight), g)
         assert tuple(part.isfinite().float().mean().item() for part in (y, *grads)) == wanted
+
+
+def gaussian(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).cuda()
+
+
+PAIRS = (("nvfp4", "nvfp4_16x16"), ("mxint8", "mxint8_32x32"), ("fp8_e4m3_1x128_fp32", "mxfp4_e2m1_32x32"))
+
+
+@pytest.mark.parametrize("formats", PAIRS, ids="-".join)
+@pytest.mark.parametrize("shape", [(64, 96, 512), (33, 17, 4100), (16, 16, 16384)])
+@pytest.mark.parametrize("cancelling", [False, True])
+def test_products_of_values(formats, shape, cancelling):
+    """In formats that no unit of Hopper multiplies as codes."""
+    m, n, k = shape
+    x, weight = gaussian(m, k, seed=0), gaussian(n, k, seed=1) * 0.1
+    if cancelling:
+        half = k // 2
+        x[:, half : 2 * half], weight[:, half : 2 * half] = x[:, :half], -weight[:, :half]
+    a, b = bfp.quantize(x, formats[0]), bfp.quantize(weight, formats[1])
+    recipe = recipes.qat(formats[1], formats[0])
+    y = bfp.linear(x, b, recipe=recipe)
+    left, right = (q.dequantize(torch.float32).double() for q in (a, b))
+    lost = 2 * (k + 4) * 2.0**-24 * (left.abs() @ right.abs().mT)
+    wanted = left @ right.mT
+    error = (y.detach().double() - wanted).abs()
+    assert bool((error <= lost + 2.0**-24 * (wanted.abs() + lost) + 1e-30).all()), f"{(error / lost).max():.3} times the bound"
+
+
+def rows_of(shape, seed, device="cpu"):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(torch.bfloat16).to(device)
+
+
+def layer_of_rows(device):
+    made = bfp.Linear(256, 384, recipe="fp8_row", dtype=torch.bfloat16)
+    bfp.load_high_precision_(made.weight, rows_of((384, 256), 1))
+    with torch.no_grad():
+        made.bias.copy_(rows_of((384,), 2))
+    return made.to(device)
+
+
+def test_a_layer_is_that_of_a_cpu():
+    results = []
+    for device in ("cpu", "cuda"):
+        one, x = layer_of_rows(device), rows_of((130, 256), 3, device).requires_grad_()
+        y = one(x)
+        y.backward(rows_of((130, 384), 4, device))
+        results.append([part.cpu().float() for part in (y.detach(), x.grad, one.weight.grad, one.bias.grad)])
+    for got, wanted in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=2.0**-7, atol=2.0**-7 * float(wanted.abs().max()))
+
+
+def test_the_optimizer_writes_the_codes_of_the_master():
+    one = layer_of_rows("cuda")
+    optimizer = bfp.AdamW(one.parameters(), lr=1e-2)
+    for seed in range(3):
+        one(rows_of((64, 256), seed, "cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    master = optimizer.state[one.weight]["master"]
+    wanted = bfp.quantize(master.cpu(), "fp8_e4m3_row_pow2")
+    assert torch.equal(one.weight.codes.cpu(), wanted.codes)
+    assert torch.equal(one.weight.scales.cpu(), wanted.scales)
+
+
+def test_groups_are_multiplied_one_after_another_and_that_is_said():
+    results, counts = [], [40, 0, 90]
+    for device in ("cpu", "cuda"):
+        one = bfp.GroupedLinear(3, 256, 128, recipe="fp8_row", dtype=torch.bfloat16, bias=False)
+        bfp.load_high_precision_(one.weight, rows_of((3, 128, 256), 5))
+        one, x = one.to(device), rows_of((130, 256), 6, device).requires_grad_()
+        with warnings.catch_warnings(record=True):
+            warnings.simplefilter("always")
+            y = one(x, torch.tensor(counts, device=device))
+        y.backward(rows_of((130, 128), 7, device))
+        results.append([part.cpu().float() for part in (y.detach(), x.grad, one.weight.grad)])
+    for got, wanted in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=2.0**-7, atol=2.0**-7 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("format", "layout"),
+    [
+        ("fp8_e4m3_row", "compressed-tensors"),
+        ("mxfp8_e4m3_32x32", "compressed-tensors"),
+        ("nvfp4_16x16", "modelopt"),
+        ("fp8_e4m3_128x128", "fine-grained-fp8"),
+    ],
+)
+def test_what_a_server_gets_is_what_a_cpu_would_send(format, layout):
+    model = torch.nn.Sequential(bfp.Linear(256, 384, recipe=bfp.recipes.mxfp8().replace(weight=bfp.recipes.Cast(format))))
+    digests = []
+    for device in ("cpu", "cuda"):
+        found = {}
+        for bucket in bfp.stream_weights(model.to(device), layout=layout):
+            found |= bucket.sha256
+            assert all(tensor.device.type == device for _, tensor in bucket)
+        digests.append(found)
+    assert digests[0] == digests[1] != {}

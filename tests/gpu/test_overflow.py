@@ -1,12 +1,10 @@
 """The kernels that quantize mark what holds an Inf, and nothing else: NaN scales, in each direction, with the CPU's bits."""
 
 import pytest
+import torch
+from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
 
 from blockfp.formats import FORMATS, Format
-
-torch = pytest.importorskip("torch")
-if torch.cuda.is_available():
-    from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
 
 # Tiles put in order, rows alone, ragged ends, less than a block.
 SHAPES = ((256, 384), (160, 256), (77, 130), (1, 16))

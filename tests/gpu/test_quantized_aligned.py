@@ -1,37 +1,33 @@
 """MX operands that are quantized straight to aligned codes on a GPU: bit for bit what quantizing and aligning give."""
 
 import pytest
+import torch
+from blockfp.torch_backend.custom_ops import (
+    cuda_groups,
+    cuda_layouts,
+    gated_kernels,
+    gated_ops,
+    grouped_ops,
+    linear_ops,
+    products,
+    quantize_plans,
+)
+from blockfp.torch_backend.custom_ops.activations import activate
+from blockfp.torch_backend.linear import linear as linear_module
 
+import blockfp.torch as bfp
 from blockfp import recipes
 from blockfp.definition import alignment
 from blockfp.formats import FORMATS, Format
+from blockfp.kernels import switch
+from blockfp.kernels.cuda_library import library
+from blockfp.kernels.format_numbers import format_numbers
 
-torch = pytest.importorskip("torch")
+if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("the route is Hopper's", allow_module_level=True)
 
 # torch 2.11's compiler looks at .grad of what is no leaf, and warns itself of it.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-
-if torch.cuda.is_available():
-    from blockfp.torch_backend.custom_ops import (
-        cuda_groups,
-        cuda_layouts,
-        gated_kernels,
-        gated_ops,
-        grouped_ops,
-        linear_ops,
-        products,
-        quantize_plans,
-    )
-    from blockfp.torch_backend.custom_ops.activations import activate
-    from blockfp.torch_backend.linear import linear as linear_module
-
-    import blockfp.torch as bfp
-    from blockfp.kernels import switch
-    from blockfp.kernels.cuda_library import library
-    from blockfp.kernels.format_numbers import format_numbers
-
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the route is Hopper's", allow_module_level=True)
 
 MX = [f for f in FORMATS if alignment.can_align(f) and not f.square]
 MAIN = [f for f in MX if "floor" not in f.name]

@@ -1,9 +1,9 @@
 """transformers' own Llama on a GPU: its layers as CUDA graphs, with blockfp's optimizer."""
 
 import pytest
+import torch
 from documented import run_documented
 
-torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 inductor = pytest.importorskip("torch._inductor.config")
 

@@ -1,13 +1,13 @@
 """transformers' from_pretrained with blockfp's quantization config onto a GPU: the bits of a load on the CPU, and steps."""
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
-from hf_models import TOKENS, family, is_quantized, load  # noqa: E402
+from hf_models import TOKENS, family, is_quantized, load
 
-import blockfp.torch as bfp  # noqa: E402
-from blockfp.integrations.transformers import BlockfpConfig, save_in_layout  # noqa: E402
+import blockfp.torch as bfp
+from blockfp.integrations.transformers import BlockfpConfig, save_in_layout
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

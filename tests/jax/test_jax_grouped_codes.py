@@ -110,7 +110,7 @@ def layer(x, w, g, recipe):
     return y, *gradients, new
 
 
-# test_jax_grouped_kernels has the others.
+# test_jax_cuda_path.py has the others.
 @pytest.mark.parametrize("recipe", [recipes.parse(name) for name in ("fp8_block", "fp8_delayed", "mxfp4", "nvfp4")], ids=str)
 def test_the_layer_is_that_of_tiles(recipe, arrays, kernels, monkeypatch):
     x, g, w = arrays

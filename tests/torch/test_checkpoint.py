@@ -1,8 +1,10 @@
-"""Checkpoints: saved on one mesh, loaded on another, everything equal to the bit, also after more steps."""
+"""Checkpoints: saved on one mesh, loaded on another, with equal bits after more steps; saves that run as a program ends."""
 
 import copy
 import functools
 import math
+import subprocess
+import sys
 
 import pytest
 import threaded
@@ -14,12 +16,14 @@ from blockfp.torch_backend.quantized_tensor.sharding import local_of, placed
 from blockfp.torch_backend.torch_internals import dtensor_like
 from blockfp.torch_backend.weights.state_dict import stored
 from held_formats import FORMATS
+from processes import LIMIT, environment
 from resumed import MESHES, assert_is_part_of, model_of, own, shard, train
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import blockfp.torch as bfp
 from blockfp.errors import BadCheckpoint
+from blockfp.files import manifest
 
 SHAPES = [(64, 128), (37, 40), (3, 64), (70, 128)]
 """Two that are cut along the blocks on some mesh, two that no mesh cuts evenly, and one of fewer rows than ranks."""
@@ -287,3 +291,71 @@ def test_what_does_not_fit_is_named(tmp_path):
     empty = model_of("mxfp8_e4m3", SHAPES).to("meta")
     with pytest.raises(BadCheckpoint, match=r"is on the meta device"):
         load_checkpoint(tmp_path, empty)
+
+
+FULL = """
+import atexit, resource, signal, sys
+from torch import nn
+import blockfp.torch as bfp
+
+atexit.register(print, "others' exit handlers have run")
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10000, resource.RLIM_INFINITY))
+saving = bfp.save_checkpoint(sys.argv[1], nn.Linear(64, 128), step=3, wait=False)
+print("the training ends")
+if len(sys.argv) > 2:
+    try:
+        saving.wait()
+    except OSError:
+        print("told")
+"""
+
+DESTROYED = """
+import sys, time
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+import blockfp.torch as bfp
+from blockfp.torch_backend.checkpoint import checkpoint_files
+
+def late(*args):
+    time.sleep(0.5)
+    return original(*args)
+
+original, checkpoint_files.write = checkpoint_files.write, late
+run, store, rank = sys.argv[1:]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=2)
+model = fully_shard(bfp.convert(nn.Linear(64, 64), "mxfp8"))
+bfp.save_checkpoint(run, model, step=2, wait=False)
+dist.destroy_process_group()
+"""
+
+
+def started(program, *arguments):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", program, *map(str, arguments)], env=environment(), **pipes)
+
+
+def test_a_save_that_fails_at_the_end(tmp_path):
+    """On stderr at once and once more, and in the exit status, which leaves out nobody's exit handlers."""
+    unheard, heard = started(FULL, tmp_path / "run"), started(FULL, tmp_path / "other", "waits")
+    out, err = unheard.communicate(timeout=LIMIT)
+    assert unheard.returncode == 120, err
+    assert out.splitlines() == ["the training ends", "others' exit handlers have run"]
+    at_once, at_the_end = (line for line in err.splitlines() if line.startswith("blockfp: "))
+    assert "run/step-00000003 was not saved: rank 0: OSError: [Errno 27] writing: File too large" in at_once
+    assert "run/step-00000003 was not saved when the program ended, and nobody has called wait()" in at_the_end
+    assert not list((tmp_path / "run").iterdir())
+    out, err = heard.communicate(timeout=LIMIT)
+    assert (heard.returncode, out.splitlines()[1]) == (0, "told"), err
+
+
+def test_ranks_that_leave_their_process_group(tmp_path):
+    """As every script for torchrun ends; the save goes on without the group."""
+    ranks = [started(DESTROYED, tmp_path / "run", tmp_path / "store", rank) for rank in range(2)]
+    for rank in ranks:
+        _, err = rank.communicate(timeout=LIMIT)
+        assert rank.returncode == 0, err
+    assert manifest.steps(tmp_path / "run") == [2]
+    model = bfp.convert(torch.nn.Linear(64, 64), "mxfp8")
+    assert bfp.load_checkpoint(tmp_path / "run", model).step == 2

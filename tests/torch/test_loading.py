@@ -1,5 +1,6 @@
-"""High precision into quantized weights: whole or sharded, all ranks get the scales of the whole weight."""
+"""High precision into quantized weights: whole, sharded or broadcast by rank 0; and originals that `keep_init` keeps."""
 
+import gloo
 import pytest
 import threaded
 import torch
@@ -241,3 +242,138 @@ def strided(rank, weight):
 
 def test_over_tensor_parallelism():
     threaded.run(4, strided, weights_for([(50, 64)])[0])
+
+
+def net():
+    return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+
+
+def test_weights_that_are_frozen_when_they_are_converted():
+    model = net()
+    model[0].weight.requires_grad_(False)
+    bfp.convert(model, "mxfp8")
+    assert model[0].weight.initial is None
+    assert model[1].weight.initial is not None
+    model.load_state_dict(net().state_dict())
+    assert model[0].weight.initial is None
+    assert model[1].weight.initial is not None
+    model[0].reset_parameters()
+    assert model[0].weight.initial is None
+
+
+def freeze(param):
+    param.requires_grad = False
+
+
+@pytest.mark.parametrize("way", [freeze, lambda param: param.requires_grad_(False)], ids=["attribute", "method"])
+def test_weights_that_are_frozen_later(way):
+    model = bfp.convert(net(), "nvfp4")
+    codes = model[0].weight.codes.clone()
+    way(model[0].weight)
+    assert not model[0].weight.requires_grad
+    assert model[0].weight.initial is None
+    assert torch.equal(model[0].weight.codes, codes)
+    model.requires_grad_(False)
+    assert model[1].weight.initial is None
+    model.requires_grad_(True)
+    assert model[1].weight.requires_grad
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled(torch.ones(32, 64)).sum().backward()
+    assert model[1].weight.grad is not None
+
+
+def _frozen_shards(rank):
+    model = bfp.convert(net(), "mxfp8")
+    model[0].weight.requires_grad_(False)
+    fully_shard(model)
+    assert local_of(model[0].weight).initial is None
+    assert local_of(model[1].weight).initial is not None
+    optimizer = bfp.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    model(torch.ones(32, 64)).sum().backward()
+    optimizer.step()
+    assert local_of(model[1].weight).initial is None
+
+
+def test_shards():
+    threaded.run(2, _frozen_shards)
+
+
+RECIPES = ("mxfp8", "fp8_current", "fp8_delayed", "fp8_block", "nvfp4")
+
+
+def converted(seed, recipe=None, **options):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 50), nn.Linear(50, 48))
+    return model if recipe is None else bfp.convert(model, recipe, **options)
+
+
+def sharded(model):
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def assert_is_part_of(model, whole):
+    for layer, reference in zip(model, whole, strict=True):
+        local, rows = local_of(layer.weight), region_of(layer.weight).slices
+        if isinstance(local, bfp.QuantizedTensor):
+            assert torch.equal(local.dequantize(), reference.weight.detach().dequantize()[rows])
+        else:
+            assert torch.equal(local.values, reference.weight.values[rows])
+        assert torch.equal(layer.bias.full_tensor(), reference.bias)
+
+
+def _broadcast(rank):
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(rank))
+    for turn, recipe in enumerate(RECIPES):
+        for weights in ("quantized", "high_precision"):
+            for source in ("plain", "converted"):
+                # What torch does with its options goes by no recipe: each meets both of them.
+                options = ({"cpu_offload": True}, {"strict": False})
+                for more in ({}, options[(turn + (weights == "quantized") + (source == "plain")) % 2]):
+                    if (weights, source, more) == ("quantized", "converted", {"cpu_offload": True}):
+                        continue  # A KeyError of torch's, which looks for each name of rank 0's among the parameters.
+                    model = sharded(converted(10 + rank, recipe, weights=weights))
+                    state = (
+                        (converted(1) if source == "plain" else converted(1, recipe, weights=weights)).state_dict()
+                        if rank == 0
+                        else {}
+                    )
+                    given = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, **more)
+                    set_model_state_dict(model, state, options=given)
+                    whole = converted(1, recipe, weights=weights)
+                    assert_is_part_of(model, whole)
+                    initial = getattr(local_of(model[0].weight), "initial", None)
+                    if weights == "quantized" and source == "plain":
+                        assert torch.equal(initial, converted(1)[0].weight.detach()[region_of(model[0].weight).slices])
+                    else:
+                        assert initial is None
+                    model(x)
+
+
+def test_values_and_codes():
+    gloo.run(2, __file__, "_broadcast")
+
+
+def _refused(rank):
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    model = sharded(converted(0, "mxfp8"))
+    before = [local_of(layer.weight).codes.clone() for layer in model]
+    state = converted(1, "nvfp4").state_dict() if rank == 0 else {}
+    with pytest.raises(ValueError, match=r"0\.weight is mxfp8_e4m3_32x32 in the model and nvfp4_16x16 in what is loaded"):
+        set_model_state_dict(model, state, options=options)
+    assert all(torch.equal(local_of(layer.weight).codes, old) for layer, old in zip(model, before, strict=True))
+    # A shard's values that nobody quantizes are not forgotten.
+    model = sharded(converted(0, "mxfp8"))
+    with torch.no_grad():
+        model[0].weight.to_local().copy_(torch.ones(local_of(model[0].weight).shape))
+    for use in (lambda: model(torch.ones(32, 64)), model.state_dict, model[0].weight.to_local().dequantize):
+        with pytest.raises(RuntimeError, match=r"codes are still the old ones.*load_high_precision_"):
+            use()
+    bfp.load_high_precision_(model[0].weight, torch.ones(50, 64))
+    assert torch.equal(model[0].weight.to_local().dequantize(), torch.ones(25, 64))
+
+
+def test_what_is_refused_is_refused_on_every_rank():
+    gloo.run(2, __file__, "_refused")

@@ -2,7 +2,7 @@
 
 To learn the shapes that stages send each other, torch's schedules (2.13) run every stage once, forward and backward, on memory
 with anything in it. They put torch's own random numbers back and know nothing of the state that layers keep in buffers. There
-is no public hook around it; where torch changes the method, `tests/torch/test_pipelines.py` says so.
+is no public hook around it; where torch changes the method, `tests/torch/test_parallel_gloo.py` says so.
 """
 
 from __future__ import annotations
