@@ -15,6 +15,7 @@ from blockfp.torch_backend.modules import fusing
 from blockfp.torch_backend.modules.gated_mlp import FusedMLP, Parts, activation_of, why_not
 from blockfp.torch_backend.modules.known_classes import KNOWN
 from counted_casts import casts_of
+from same_tensors import assert_equal
 from torch import nn
 
 import blockfp.torch as bfp
@@ -65,12 +66,6 @@ def step(model, seed=0):
     logits.backward(torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(logits.dtype))
     bfp.update_scales(model)
     return {"logits": logits.detach(), **{n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}}
-
-
-def assert_equal(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for name, one in ours.items():
-        assert torch.equal(one, theirs[name]), name
 
 
 def fused_in(model):

@@ -5,6 +5,7 @@ import pytest
 import torch
 from blockfp.torch_backend.custom_ops import cuda, cuda_layouts
 from cuda_arrays import assert_same, to_gpu, to_numpy
+from same_tensors import assert_equal
 from samples import DTYPES, KINDS, all_patterns, sample
 
 from blockfp.definition import four_over_six, numerics
@@ -281,8 +282,7 @@ def test_nothing_else_is_written(format):
                 bands = torch.cat([b[:256], b[256 + n :]])
                 assert (bands == poison).all(), f"{format} {shape}"
             makers.append([i.contiguous().view(torch.uint8).clone() for i in inner])
-        for one, other in zip(*makers, strict=True):
-            assert torch.equal(one, other), f"{format} {shape}: not every byte is written"
+        assert_equal(*makers, f"{format} {shape}: not every byte is written")
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e4m3_row", "fp8_e4m3_1x128", "mxfp8_e4m3", "nvfp4"])

@@ -7,6 +7,7 @@ import torch
 from blockfp.torch_backend.custom_ops.key_ops import gradient_keys
 from blockfp.torch_backend.linear.linear import LinearState
 from linear_reference import assert_close, expected
+from same_tensors import assert_equal
 
 import blockfp.torch as bfp
 from blockfp import recipes
@@ -179,8 +180,7 @@ def test_graph_of_a_layer(name):
         x.copy_(values((64, 256), 5))
     graph.replay()
     torch.cuda.synchronize()
-    for a, b in zip(captured, step(), strict=True):
-        assert torch.equal(a, b)
+    assert_equal(captured, step())
 
 
 @pytest.mark.parametrize("compiled", [False, True])

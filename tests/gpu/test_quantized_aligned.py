@@ -14,6 +14,7 @@ from blockfp.torch_backend.custom_ops import (
 )
 from blockfp.torch_backend.custom_ops.activations import activate
 from blockfp.torch_backend.linear import linear as linear_module
+from same_tensors import assert_equal
 
 import blockfp.torch as bfp
 from blockfp import recipes
@@ -301,12 +302,7 @@ def test_layers_have_the_same_bits(recipe, compiled, apart):
 
     direct = steps()
     apart()
-    assert_same_values(direct, steps())
-
-
-def assert_same_values(found, wanted):
-    for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
-        assert torch.equal(one, other), number
+    assert_equal(direct, steps())
 
 
 class MLP(torch.nn.Module):
@@ -337,7 +333,7 @@ def test_mlps_have_the_same_bits(recipe, compiled, apart):
 
     direct = step()
     apart()
-    assert_same_values(direct, step())
+    assert_equal(direct, step())
 
 
 @pytest.mark.parametrize("recipe", RECIPES[:3])
@@ -352,7 +348,7 @@ def test_grouped_layers_have_the_same_bits(recipe, apart):
 
     direct = step()
     apart()
-    assert_same_values(direct, step())
+    assert_equal(direct, step())
 
 
 def test_what_is_aligned_in_a_pass_of_its_own():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from documented import run_documented
+from same_tensors import assert_equal
 
 transformers = pytest.importorskip("transformers")
 inductor = pytest.importorskip("torch._inductor.config")
@@ -74,8 +75,7 @@ def test_cuda_graphs_of_each_layer_change_no_bit(recipe):
     assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
     assert losses[-1] < losses[0]
     assert again == losses
-    for one, two in zip(weights, graphed, strict=True):
-        assert torch.equal(one, two)
+    assert_equal(weights, graphed)
 
 
 def test_the_documents_loop():

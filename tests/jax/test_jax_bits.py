@@ -28,10 +28,6 @@ class TestEveryInput(executors.EveryInput):
     """XLA's programs of the definition, and the CPU library in its programs."""
 
 
-def assert_same(got, expected, x=None):
-    assert_same_bits(np.asarray(got), np.asarray(expected), source=x)
-
-
 def test_the_look_at_the_program_sees_a_division():
     with pytest.raises(AssertionError, match="divide"):
         executors.read_program(lambda x: x / 3, jnp.ones(4))
@@ -52,7 +48,7 @@ def test_double_precision_mode_changes_nothing(format):
     with jax.enable_x64(True):
         q = bfp.quantize(x, format, key=7, implementation="xla")
         assert_same_parts(q, numerics.quantize(x, format, key=7))
-        assert_same(q.dequantize(implementation="xla"), numerics.dequantize(*parts_of(q), format, "float32", columns=72))
+        assert_same_bits(q.dequantize(implementation="xla"), numerics.dequantize(*parts_of(q), format, "float32", columns=72))
 
 
 @pytest.mark.optimized
@@ -105,7 +101,7 @@ def test_fold_in_is_that_of_jax():
             expected = np.asarray(jax.random.key_data(jax.random.fold_in(key, number)))
             assert fold_in(seed, number) == tuple(expected.tolist())
     folded = jax.jit(fold_in)(jax.random.key_data(key), jnp.int32(12345))
-    assert_same(folded.view(jnp.uint32), jax.random.key_data(jax.random.fold_in(key, 12345)))
+    assert_same_bits(folded.view(jnp.uint32), jax.random.key_data(jax.random.fold_in(key, 12345)))
 
 
 @pytest.mark.optimized
@@ -115,7 +111,7 @@ def test_all_codes_times_all_scale_bytes(element):
     scales = (np.arange(256, dtype=np.int32) << 23)[:, None]
     for power_of_two in (True, False):
         run = jax.jit(lambda c, s, p=power_of_two: scaling.scaled(c, element, s, power_of_two=p))
-        assert_same(run(codes, scales), scaling.scaled(codes, element, scales, power_of_two=power_of_two))
+        assert_same_bits(run(codes, scales), scaling.scaled(codes, element, scales, power_of_two=power_of_two))
 
 
 SHAPE = (2, 40, 70)

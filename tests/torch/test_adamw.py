@@ -11,6 +11,7 @@ from arrays import tensors_of, values
 from blockfp.torch_backend.weights.cast_weight import CastWeight
 from counted import alone, of_blockfp, profiled
 from held_formats import FORMATS
+from same_tensors import assert_equal
 from torch import nn
 
 import blockfp.torch as bfp
@@ -71,8 +72,7 @@ def test_both_routes_give_the_same_bits():
                     optimizer.step()
             results.append([x.clone() for p in params for x in optimizer.state[p].values()])
     for a, b in zip(results[:3], results[3:], strict=True):
-        for x, y in zip(a, b, strict=True):
-            assert torch.equal(x, y)
+        assert_equal(a, b)
 
 
 @pytest.mark.parametrize("master", ["float32", None])
@@ -87,8 +87,7 @@ def test_a_step_without_learning_rate_leaves_weights_as_they_are(master, captura
     give_gradients(params, 1)
     optimizer.step()
     for p, old in zip(params, before, strict=True):
-        for x, y in zip(*(tensors_of(q) if hasattr(q, "codes") else [q.detach()] for q in (p, old)), strict=True):
-            assert torch.equal(x, y)
+        assert_equal(p, old)
 
 
 def test_capturable_takes_the_same_steps():
@@ -127,8 +126,7 @@ def test_grad_scaler(capturable, route):
         scaler.step(optimizer)
         scaler.update(1024.0)
         if step == 1:
-            for x, y in zip(before, (x for p in params for x in optimizer.state[p].values()), strict=True):
-                assert torch.equal(x, y)
+            assert_equal(before, (x for p in params for x in optimizer.state[p].values()))
     for p, q in zip(params, plain, strict=True):
         assert torch.equal(values_of(optimizer, p), values_of(reference, q))
         assert optimizer.state[p]["step"].item() == 2
@@ -296,8 +294,7 @@ def test_whatever_changes_between_steps_is_seen(route, of_a_gpu, monkeypatch):
             assert optimizer.state[params[0]]["exp_avg"].dtype == torch.bfloat16
     for p, q in zip(params, reference, strict=True):
         assert torch.equal(values_of(optimizer, p), values_of(other, q))
-    for x, y in zip(tensors_of(params[0]), tensors_of(reference[0]), strict=True):
-        assert torch.equal(x, y)
+    assert_equal(params[0], reference[0])
 
 
 @pytest.mark.parametrize(
@@ -325,8 +322,7 @@ def test_arrays_that_do_not_fit(name, change, error, message, of_a_gpu, monkeypa
     before = [x.clone() for x in tensors_of(params[0])]
     with pytest.raises(error, match=message):
         optimizer.step()
-    for x, y in zip(tensors_of(params[0]), before, strict=True):
-        assert torch.equal(x, y)
+    assert_equal(tensors_of(params[0]), before)
 
 
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "mxfp8", "nvfp4"])
@@ -349,5 +345,4 @@ def test_a_step_that_is_compiled_runs_as_it_is(recipe):
         return losses, [part for name, param in model.named_parameters() if "weight" in name for part in tensors_of(param)]
 
     for ours, eager in zip(*map(trained, (True, False)), strict=True):
-        for x, y in zip(ours, eager, strict=True):
-            assert torch.equal(x, y)
+        assert_equal(ours, eager)

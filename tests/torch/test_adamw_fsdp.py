@@ -10,6 +10,7 @@ from arrays import tensors_of
 from blockfp.torch_backend.quantized_tensor import sharding
 from blockfp.torch_backend.weights.cast_weight import CastWeight
 from held_formats import FORMATS
+from same_tensors import assert_equal
 from sharded import GEOMETRIES
 from small_model import Side, assert_gathered, device_mesh, inputs_for, quantized, shapes_for, shard, weights_for
 from torch import nn
@@ -126,8 +127,7 @@ def test_gathered_weights_are_the_masters_quantization(format, mesh):
     state = optimizer.state_dict()["state"]
     for layer in model.layers:
         expected = bfp.quantize(optimizer.state[layer.weight]["master"], format)
-        for got, want in zip(tensors_of(layer.weight), tensors_of(expected), strict=True):
-            assert torch.equal(got, want)
+        assert_equal(layer.weight, expected)
     expected = whole_results(model)
     threaded.run(torch.Size(MESHES[mesh]).numel(), sharded, MESHES[mesh], weights, format, options, *expected, state)
 

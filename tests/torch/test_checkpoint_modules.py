@@ -7,6 +7,7 @@ import threaded
 import torch
 from blockfp.torch_backend.quantized_tensor.sharding import local_of
 from resumed import MESHES
+from same_tensors import assert_equal
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -50,12 +51,6 @@ def everything(model, optimizer):
         held |= {f"{name}.{i}": part.detach().clone() for i, part in enumerate(parts) if part is not None}
         held |= {f"{name}.{entry}": value.clone() for entry, value in optimizer.state[param].items()}
     return held
-
-
-def assert_equal(a, b):
-    assert a.keys() == b.keys()
-    for name, value in a.items():
-        assert torch.equal(value, b[name]), name
 
 
 def _uninterrupted_or_not(rank, folder, recipe, options):

@@ -12,6 +12,7 @@ import torch
 from arrays import tensors_of, values
 from blockfp.torch_backend.custom_ops import overflow
 from linear_reference import MIXED, SCALES, assert_close, expected, state_of
+from same_tensors import assert_equal
 
 import blockfp.torch as bfp
 from blockfp import recipes
@@ -128,8 +129,7 @@ def test_arrays(format):
         with emulated_cuda.launches():
             found = bfp.quantize(x, format, key=key)
             back = found.dequantize(torch.float32)
-        assert torch.equal(found.codes, expected.codes)
-        assert torch.equal(found.scales, expected.scales)
+        assert_equal(found, expected)
         assert torch.equal(back, expected.dequantize(torch.float32))
 
 

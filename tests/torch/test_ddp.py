@@ -11,6 +11,7 @@ import gloo
 import pytest
 import torch
 import torch.distributed as dist
+from same_tensors import assert_equal
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -61,8 +62,7 @@ def _trains(rank):
                     # Which waits for the first forward.
                     parallel(torch.ones(32, 64, dtype=dtype))
                 for param, reference in zip(model.parameters(), first.parameters(), strict=True):
-                    for part, expected in zip(contents(param), contents(reference), strict=True):
-                        assert torch.equal(part, expected), (recipe, weights, way)
+                    assert_equal(contents(param), contents(reference), (recipe, weights, way))
                 optimizer = (bfp.AdamW if weights == "quantized" else torch.optim.AdamW)(model.parameters(), lr=1e-2)
                 for step in range(2):
                     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(2 * step + rank)).to(dtype)
@@ -167,8 +167,7 @@ def _alone_in_a_bucket(rank):
             finally:
                 distributed._sync_module_states = sync
             for param, reference in zip(model.parameters(), first.parameters(), strict=True):
-                for part, expected in zip(contents(param), contents(reference), strict=True):
-                    assert torch.equal(part, expected), (name, recipe)
+                assert_equal(contents(param), contents(reference), (name, recipe))
             optimizer = bfp.AdamW(model.parameters(), lr=1e-2)
             for step in range(2):
                 x = torch.randn(32, 64, generator=torch.Generator().manual_seed(2 * step + rank))

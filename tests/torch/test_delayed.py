@@ -7,6 +7,7 @@ import threaded
 import torch
 from arrays import values
 from blockfp.torch_backend.linear import delayed
+from same_tensors import assert_equal
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -85,10 +86,6 @@ def one_backward(model, loss_scale=1.0):
 
 def buffers_of(model):
     return [buffer.clone() for buffer in model.buffers()]
-
-
-def assert_equal(ours, theirs):
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def moved(history, scale, element):

@@ -13,6 +13,7 @@ from arrays import values
 from blockfp.torch_backend.custom_ops import cuda_delayed
 from blockfp.torch_backend.linear import delayed
 from blockfp.torch_backend.torch_internals import version_of
+from same_tensors import assert_equal
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -59,8 +60,7 @@ def test_ranks_share_scales(how, shape):
     results = threaded.run(4, sharded if how == "by hand" else stepped, shape)
     largest = max(values((4, 32), rank, scale=10.0**rank).abs().max() for rank in range(4))
     for buffers in results:
-        for a, b in zip(buffers, results[0], strict=True):
-            assert torch.equal(a, b)
+        assert_equal(buffers, results[0])
         assert buffers[1] == torch.tensor(448.0) / largest
         assert buffers[0][-1] == largest
 
@@ -194,11 +194,6 @@ def calls_of(change=lambda model: None, within=None):
         watched = {name: noted(getattr(library, name)) for name in ("update_scales", "newest_amaxes")}
         with mock.patch.multiple(library, **watched):
             return updated(change), answers
-
-
-def assert_equal(found, wanted):
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert torch.equal(ours, theirs)
 
 
 def test_one_call_updates_all_layers():

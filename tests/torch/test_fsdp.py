@@ -9,6 +9,7 @@ from blockfp.torch_backend.quantized_tensor.sharding import local_of, region_of
 from blockfp.torch_backend.weights.loading import load_high_precision_
 from blockfp.torch_backend.weights.requantize import requantize_
 from held_formats import FORMATS, OTHER_CHOICES
+from same_tensors import assert_equal
 from sharded import GEOMETRIES
 from small_model import (
     Side,
@@ -98,8 +99,7 @@ def experts(rank, format, weight, expected):
     fully_shard(module, mesh=device_mesh((4,)))
     for step in range(2):
         module()
-        for got, want in zip(tensors_of(module.seen), tensors_of(expected), strict=True):
-            assert torch.equal(got, want)
+        assert_equal(module.seen, expected)
         module.reshard()
         if step == 0:
             new = weight * 3 + 1
@@ -121,8 +121,7 @@ def mixed_precision(rank, format, weight, expected):
     model(inputs_for(rank, 64)).backward()
     layer = model.layers[0]
     assert layer.seen_as[2] is torch.bfloat16
-    for got, want in zip(layer.seen, tensors_of(expected), strict=True):
-        assert torch.equal(got, want)
+    assert_equal(layer.seen, tensors_of(expected))
     assert layer.weight.dtype is torch.float32
     assert layer.weight.grad.dtype is torch.float32
     return layer.weight.grad.full_tensor()
@@ -236,8 +235,7 @@ def two_dimensional(rank, format, whole, expected, axis):
         got = local_of(module.weight)
         first, columns = got.origin
         want = expected.narrow(0, first, got.shape[0]).narrow(1, columns, got.shape[1])
-        for a, b in zip(tensors_of(got), tensors_of(want), strict=True):
-            assert torch.equal(a, b)
+        assert_equal(got, want)
         module.reshard()
     return tuple(map(str, module.weight.placements))
 
@@ -325,8 +323,7 @@ def replicated(rank, expected):
 def test_replicated_weights_are_quantized_by_each_rank():
     want = bfp.quantize(weights_for([(50, 64)], 1)[0], "nvfp4_16x16")
     for got in threaded.run(4, replicated, bfp.quantize(weights_for([(50, 64)])[0], "nvfp4_16x16")):
-        for a, b in zip(tensors_of(got), tensors_of(want), strict=True):
-            assert torch.equal(a, b)
+        assert_equal(got, want)
 
 
 def check(rank, mesh, reshard):

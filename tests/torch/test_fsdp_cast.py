@@ -9,6 +9,7 @@ import torch
 from arrays import tensors_of
 from blockfp.torch_backend.quantized_tensor.sharding import local_of, region_of
 from blockfp.torch_backend.weights.cast_weight import CastWeight
+from same_tensors import assert_equal
 from sharded import GEOMETRIES
 from small_model import Side, device_mesh, inputs_for, shapes_for, shard, weights_for
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -37,8 +38,7 @@ def train(rank, shape, reshard, format, shapes):
         model(x).backward()
         for layer in model.layers:
             assert layer.seen_as == (layer.expected.format, tuple(layer.expected.shape), torch.float32, (0, 0))
-            for got, want in zip(layer.seen, tensors_of(layer.expected), strict=True):
-                assert torch.equal(got, want)
+            assert_equal(layer.seen, tensors_of(layer.expected))
         for layer in model.layers:
             assert layer.weight.grad is not None
         optimizer.step()
@@ -71,8 +71,7 @@ def from_meta(rank, format, weight, offload):
         local_of(param).copy_(weight[region_of(param).slices])
     model(inputs_for(rank, 64)).backward()
     assert model.layers[0].seen_as[2] is torch.bfloat16
-    for got, want in zip(model.layers[0].seen, tensors_of(bfp.quantize(weight, format)), strict=True):
-        assert torch.equal(got, want)
+    assert_equal(model.layers[0].seen, tensors_of(bfp.quantize(weight, format)))
     assert param.grad.dtype is torch.float32
 
 
@@ -105,8 +104,7 @@ def test_alone_it_is_its_values():
     ):
         weight @ values.mT
     assert type(weight.detach() * 2) is torch.Tensor
-    for got, want in zip(tensors_of(weight.quantized()), tensors_of(bfp.quantize(values, "mxfp8_e4m3_32x32")), strict=True):
-        assert torch.equal(got, want)
+    assert_equal(weight.quantized(), bfp.quantize(values, "mxfp8_e4m3_32x32"))
     (weight * 3).sum().backward()
     assert torch.equal(weight.grad, torch.full((50, 64), 3.0))
     with torch.no_grad():

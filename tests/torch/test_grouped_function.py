@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from blockfp.torch_backend.linear import linear as linear_module
+from same_tensors import assert_equal
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -35,11 +36,6 @@ def results(layer, counts=COUNTS, run=None):
     gradient = torch.randn(y.shape, generator=generator).to(y.dtype)
     grads = torch.autograd.grad(y, (x, layer.weight, layer.bias), gradient)
     return [y.detach(), *grads, *[buffer.clone() for buffer in layer.buffers()]]
-
-
-def assert_equal(found, wanted):
-    for one, other in zip(found, wanted, strict=True):
-        assert torch.equal(one, other)
 
 
 def one_after_another(monkeypatch, make, *args):

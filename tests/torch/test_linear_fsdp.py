@@ -9,6 +9,7 @@ import torch
 import torch._dynamo.testing
 from blockfp.torch_backend.modules import stateful_layer
 from blockfp.torch_backend.quantized_tensor.sharding import local_of, region_of
+from same_tensors import assert_equal
 from small_model import device_mesh, inputs_for
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -236,8 +237,7 @@ def compiled(rank):
                 optimizer.step()
                 optimizer.zero_grad()
                 bfp.update_scales(model)
-            for a, b in zip(*outputs, strict=True):
-                assert torch.equal(a, b)
+            assert_equal(*outputs)
         assert [counter.frame_count for counter in counters] == [graphs, graphs]
 
 
@@ -257,8 +257,7 @@ def block(rank):
             y.sum().backward()
             outputs.append([y, *(p.grad.to_local().clone() for p in model.parameters()), *(b.clone() for b in model.buffers())])
             bfp.update_scales(model)
-        for a, b in zip(*outputs, strict=True):
-            assert torch.equal(a, b)
+        assert_equal(*outputs)
     assert counter.frame_count == 2
 
 
@@ -295,8 +294,7 @@ def test_gradients_have_the_nominal_dtype_and_nothing_is_lost(name):
     for (dtypes, params), (narrow_dtypes, narrow_params) in zip(wide, narrow, strict=True):
         assert (dtypes, narrow_dtypes) == ({torch.float32}, {torch.bfloat16})
         for a, b in zip(params, narrow_params, strict=True):
-            assert torch.equal(a.codes, b.codes)
-            assert torch.equal(a.scales, b.scales)
+            assert_equal(a, b)
 
 
 def build(recipe, weights):

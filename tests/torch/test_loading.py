@@ -10,6 +10,7 @@ from blockfp.torch_backend.weights.cast_weight import CastWeight
 from blockfp.torch_backend.weights.loading import load_high_precision_
 from blockfp.torch_backend.weights.module_state import keep_in_parts
 from held_formats import FORMATS
+from same_tensors import assert_equal
 from small_model import Side, SmallLinear, device_mesh, inputs_for, quantized, shapes_for, shard, weights_for
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -19,12 +20,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import blockfp.torch as bfp
 from blockfp.formats import Format
-
-
-def assert_same(q, other):
-    assert (q.format, q.shape, q.dtype) == (other.format, other.shape, other.dtype)
-    for a, b in zip(tensors_of(q), tensors_of(other), strict=True):
-        assert torch.equal(a, b)
 
 
 def on_meta(shapes, format):
@@ -64,8 +59,7 @@ def load(rank, shape, way, shapes, weights, expected):
         scales.append(local.scales)
     model(inputs_for(rank, 200)).backward()
     for layer, want in zip(model.layers, expected, strict=True):
-        for a, b in zip(layer.seen, tensors_of(want), strict=True):
-            assert torch.equal(a, b)
+        assert_equal(layer.seen, tensors_of(want))
     return scales
 
 
@@ -112,8 +106,7 @@ def load_later(rank, weights, expected, kept):
         # The master, which was there before, is of what was loaded.
         assert torch.equal(optimizer.state[model.weight]["master"], local_of(model.weight).dequantize())
         assert optimizer.state[model.weight]["master"].any()
-    for a, b in zip(model.seen, tensors_of(expected[0]), strict=True):
-        assert torch.equal(a, b)
+    assert_equal(model.seen, tensors_of(expected[0]))
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["quantized", "high precision"])
@@ -128,8 +121,7 @@ def through_dcp(rank, weights, expected):
     model.to_empty(device="cpu")
     set_model_state_dict(model, as_state(weights), options=StateDictOptions(full_state_dict=True))
     model(inputs_for(rank, 64)).backward()
-    for a, b in zip(model.layers[0].seen, tensors_of(expected[0]), strict=True):
-        assert torch.equal(a, b)
+    assert_equal(model.layers[0].seen, tensors_of(expected[0]))
 
 
 def test_a_full_state_dict_through_distributed_checkpoint():
@@ -146,13 +138,13 @@ def test_without_sharding():
     bias = torch.randn(50)
     assert not any(module.load_state_dict({"weight": weight, "bias": bias}))
     assert module.weight.codes is codes
-    assert_same(module.weight, bfp.quantize(weight, "nvfp4_16x16"))
+    assert_equal(module.weight, bfp.quantize(weight, "nvfp4_16x16"))
     assert torch.equal(module.bias, bias)
     assert torch.equal(module.weight.initial, weight)
     quantized_state = {key: value.clone() for key, value in module.state_dict().items()}
     module.load_state_dict({"weight": torch.ones(50, 64), "bias": bias})
     module.load_state_dict(quantized_state)
-    assert_same(module.weight, bfp.quantize(weight, "nvfp4_16x16"))
+    assert_equal(module.weight, bfp.quantize(weight, "nvfp4_16x16"))
     with pytest.raises(RuntimeError, match=r"size mismatch.*\[50, 64\]"):
         module.load_state_dict({"weight": weight[:49], "bias": bias})
     with pytest.raises(TypeError, match=r"weight must hold values in one of torch.float32, .*, got torch.float64"):
@@ -170,7 +162,7 @@ def test_from_the_meta_device():
         load_high_precision_(model.weight, weight)
     model.to_empty(device="cpu")
     load_high_precision_(model.weight, weight, keep_init=False)
-    assert_same(model.weight, bfp.quantize(weight, "nvfp4_16x16"))
+    assert_equal(model.weight, bfp.quantize(weight, "nvfp4_16x16"))
     assert model.weight.initial is None
     assert model.bfloat16().weight.dtype == torch.bfloat16
     with pytest.raises(NotImplementedError, match=r"_to_copy.*can't be torch.float64"):
@@ -198,7 +190,7 @@ def test_assigned_to_the_meta_device(kept):
         assert isinstance(model.weight, nn.Parameter)
         assert model.other.weight is model.weight is parameter
         assert model.weight.dtype == model.bias.dtype == torch.bfloat16
-        assert_same(model.weight.quantized() if kept else model.weight, bfp.quantize(values, "nvfp4_16x16"))
+        assert_equal(model.weight.quantized() if kept else model.weight, bfp.quantize(values, "nvfp4_16x16"))
 
 
 @pytest.mark.parametrize("view", [lambda w: w[1], lambda w: w.detach()[1:], lambda w: w[1].detach(), lambda w: w[1:, :32].data])
@@ -231,7 +223,7 @@ def strided(rank, weight):
     with pytest.raises(ValueError, match=r"may hold other rows.*full_tensor"):
         load_high_precision_(param, placed)
     load_high_precision_(param, 2 * weight)
-    assert_same(local_of(param), bfp.quantize(2 * weight, "fp8_e4m3").narrow(0, region.start[0], region.shape[0]))
+    assert_equal(local_of(param), bfp.quantize(2 * weight, "fp8_e4m3").narrow(0, region.start[0], region.shape[0]))
     optimizer = bfp.AdamW([param])
     whole = distribute_tensor(weight, param.device_mesh, [Replicate(), Replicate()], src_data_rank=None)
     state = {"step": torch.ones(())} | dict.fromkeys(("exp_avg", "exp_avg_sq", "master"), whole)

@@ -12,6 +12,7 @@ from arrays import values, with_scales
 from blockfp.torch_backend.custom_ops import quantize_plans
 from blockfp.torch_backend.linear import grouped_function, linear_function, operands
 from blockfp.torch_backend.torch_internals import KEEPS_RESULT, VIEWS
+from same_tensors import assert_equal
 from torch import nn
 
 import blockfp.torch as bfp
@@ -94,10 +95,6 @@ def gelu(x):
 def gradients(module, y, x, seed=5):
     wanted = [x, *module.parameters()]
     return torch.autograd.grad(y, wanted, values(y.shape, seed, y.dtype))
-
-
-def assert_equal(ours, theirs):
-    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
 def x_of(*batch):

@@ -22,6 +22,7 @@ from parallel_operands import (
     shard,
     trained_layer,
 )
+from same_tensors import assert_equal
 from torch import nn
 
 import blockfp.torch as bfp
@@ -156,8 +157,7 @@ def by_schedules(rank):
                 pipeline = schedule(PipelineStage(stage, rank, 2, torch.device("cpu")), MICROBATCHES, loss_fn=loss)
                 pipeline.step(x) if rank == 0 else pipeline.step(target=target)
                 own = one[2 * rank : 2 * rank + 2]
-                for (name, a), b in zip(stage.named_buffers(), own.buffers(), strict=True):
-                    assert torch.equal(a, b), (recipe, schedule, compiled, name)
+                assert_equal(stage.buffers(), own.buffers(), (recipe, schedule, compiled))
                 for a, b in zip(stage.parameters(), own.parameters(), strict=True):
                     assert torch.equal(a.grad, b.grad / MICROBATCHES), (recipe, schedule, compiled)
 
@@ -179,8 +179,7 @@ def without_bubbles(rank):
             pipeline.step(*([x] if 0 in numbers else []), **({"target": target} if 3 in numbers else {}))
             for number, stage in mine.items():
                 own = one[2 * number : 2 * number + 2]
-                for (name, a), b in zip(stage.named_buffers(), own.buffers(), strict=True):
-                    assert torch.equal(a, b), (recipe, schedule, number, name)
+                assert_equal(stage.buffers(), own.buffers(), (recipe, schedule, number))
                 for (name, a), b in zip(stage.named_parameters(), own.parameters(), strict=True):
                     assert torch.equal(a.grad, b.grad / MICROBATCHES), (recipe, schedule, number, name)
 

@@ -10,6 +10,7 @@ import torch
 from arrays import tensors_of
 from blockfp.torch_backend.linear import scale_watch
 from blockfp.torch_backend.weights.cast_weight import CastWeight
+from same_tensors import assert_equal
 from small_model import device_mesh
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -55,8 +56,7 @@ def weights(model):
 def assert_quantizes(q, master, format):
     expected = bfp.quantize(master, format)
     assert q.format is expected.format
-    for got, want in zip(tensors_of(q), tensors_of(expected), strict=True):
-        assert torch.equal(got, want)
+    assert_equal(q, expected)
 
 
 @pytest.mark.parametrize(("before", "after"), SWITCHES)
@@ -90,10 +90,8 @@ def test_the_run_goes_on_as_one_that_was_converted_so(before, after, tmp_path):
     bfp.load_checkpoint(tmp_path, other, other_optimizer)
     assert train(model, optimizer, range(3, 7)) == train(other, other_optimizer, range(3, 7))
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        for one, two in zip(*(tensors_of(w) if hasattr(w, "codes") else [w.detach()] for w in (p, q)), strict=True):
-            assert torch.equal(one, two)
-    for one, two in zip(model.buffers(), other.buffers(), strict=True):
-        assert torch.equal(one, two)
+        assert_equal(p, q)
+    assert_equal(model.buffers(), other.buffers())
 
 
 def test_before_the_first_step_originals_stay_the_masters():

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from held_formats import FORMATS
+from same_tensors import assert_equal
 
 import blockfp.torch as bfp
 
@@ -19,8 +20,7 @@ def test_there_and_back(format):
     q = bfp.from_jax(there)
     assert (q.format, q.shape, q.dtype) == (format, (40, 96), torch.bfloat16)
     expected = bfp.quantize(torch.from_numpy(x).bfloat16(), format)
-    assert torch.equal(q.codes, expected.codes)
-    assert torch.equal(q.scales, expected.scales)
+    assert_equal(q, expected)
     assert torch.equal(q.dequantize(), expected.dequantize())
     assert q.codes.data_ptr() == there.codes.unsafe_buffer_pointer()
     back = blockfp.jax.from_torch(q)

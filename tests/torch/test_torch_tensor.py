@@ -10,6 +10,7 @@ from arrays import values
 from blockfp.torch_backend.quantized_tensor.geometry import Base
 from blockfp.torch_backend.weights.cast_weight import CastWeight
 from held_formats import FORMATS
+from same_tensors import assert_equal
 
 import blockfp.torch as bfp
 from blockfp.definition import numerics
@@ -20,14 +21,6 @@ SQUARE = ("fp8_e4m3", "mxfp8_e4m3_32x32", "mxfp6_e2m3_32x32", "nvfp4_16x16", "fp
 
 def tensor(shape=(70, 96), dtype=torch.bfloat16, seed=0):
     return values(shape, seed, dtype)
-
-
-def assert_equal(a: bfp.QuantizedTensor, b: bfp.QuantizedTensor):
-    assert (a.shape, a.dtype, a.format) == (b.shape, b.dtype, b.format)
-    for name in ("codes", "scales"):
-        assert torch.equal(getattr(a, name), getattr(b, name))
-    assert (a.tensor_scale is None) == (b.tensor_scale is None)
-    assert a.tensor_scale is None or torch.equal(a.tensor_scale, b.tensor_scale)
 
 
 @BY_NAME
