@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from arrays import values
 from documented import run_documented
 from torch import nn
 
@@ -39,7 +40,7 @@ class Module(lightning.LightningModule):
 
 
 def batches(count=4):
-    return list(torch.randn(count, 32, 64, generator=torch.Generator().manual_seed(0)))
+    return list(values((count, 32, 64), 0))
 
 
 def fitted(module, plugin, folder, epochs=1, checkpoint=None):

@@ -10,6 +10,7 @@ import torch
 import transformers
 from hf_experts import COMMON, FAMILIES, TOKENS, experts_of, family, routed, weights_of
 from torch import nn
+from training import train
 
 import blockfp
 import blockfp.torch as bfp
@@ -92,13 +93,7 @@ def test_recipes_keep_names_and_every_parameter_moves(recipe):
     before = bfp.high_precision_state_dict(model)
     assert before.keys() == plain.state_dict().keys()
     before = {path: value.clone() for path, value in before.items()}
-    losses = []
-    for _ in range(3):
-        loss = model(TOKENS, labels=TOKENS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = train(optimizer, lambda _: model(TOKENS, labels=TOKENS).loss, range(3))
     assert losses[-1] < losses[0]
     after = bfp.high_precision_state_dict(model)
     assert not [path for path, _ in model.named_parameters() if torch.equal(before[path], after[path])]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from arrays import values
 from blockfp.torch_backend.modules import fusing
 from blockfp.torch_backend.modules.gated_mlp import FusedMLP, Parts, activation_of, why_not
 from blockfp.torch_backend.modules.known_classes import KNOWN
@@ -63,7 +64,7 @@ def step(model, seed=0):
     tokens = torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(seed))
     model.zero_grad()
     logits = model(tokens).logits
-    logits.backward(torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(logits.dtype))
+    logits.backward(values(logits.shape, 1).to(logits.dtype))
     bfp.update_scales(model)
     return {"logits": logits.detach(), **{n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}}
 
@@ -143,7 +144,7 @@ def test_compiled_whole(name, monkeypatch):
     other.compile(fullgraph=True, backend="aot_eager")
     results = []
     for one in (mlp, other):
-        x = torch.randn((2, 16, 64), generator=torch.Generator().manual_seed(0)).requires_grad_()
+        x = values((2, 16, 64), 0).requires_grad_()
         y = one(x)
         y.backward(torch.ones_like(y))
         results.append({"y": y.detach(), "x": x.grad, **{n: p.grad for n, p in one.named_parameters()}})

@@ -119,8 +119,7 @@ def test_a_second_moment_never_becomes_zero():
 @pytest.mark.parametrize("store", ["fp8", "bfloat16"])
 @pytest.mark.parametrize("beta2", [0.999, 0.9995, 0.9999])
 def test_a_second_moment_can_fall(store, beta2):
-    """0.999 of a moment is nearer to the moment than to the next number that FP8 or bfloat16 has; 0.9999 of one by less than
-    1/512 of the spacing."""
+    """0.999 of a moment rounds back to it in FP8 and bfloat16; 0.9999 is nearer by less than 1/512 of the spacing."""
     moment = np.ones((64, 128), np.float32)
     moment[:, 0] = 300.0  # keeps the scale where it is
     steps = 400

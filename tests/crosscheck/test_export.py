@@ -135,8 +135,7 @@ class Nested(torch.nn.Module):
 
 
 def test_names_that_are_those_of_others(tmp_path):
-    """Each weight gets its own master, whatever the prefix; tied ones one, and none that only has the same bits; a parameter
-    is not taken for a buffer."""
+    """Each weight gets its own master, tied weights share one, equal bits don't; a parameter is no buffer."""
     model = Nested()
     optimizer = AdamW(model.parameters(), lr=0.1)
     for parameter in model.parameters():

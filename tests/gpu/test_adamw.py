@@ -7,6 +7,7 @@ import pytest
 import torch
 from adamw_cases import FUSED, Parameter, table
 from any_scales import scales_of
+from arrays import values
 from blockfp.torch_backend.custom_ops import (
     cuda,
     cuda_adamw,
@@ -348,12 +349,12 @@ WITHOUT_MASTERS = ("fp8_e4m3", "fp8_e4m3_row", "fp8_e4m3_128x128_fp32", "mxfp8_e
 def test_steps_are_those_of_a_cpu(name, moments):
     import blockfp.torch as bfp
 
-    results, start = [], bfp.quantize(torch.randn(192, 328, generator=torch.Generator().manual_seed(1)), name)
+    results, start = [], bfp.quantize(values((192, 328), 1), name)
     for device in ("cpu", "cuda"):
         p = torch.nn.Parameter(start.clone().to(device))  # on the CPU, too, one of its own
         optimizer = bfp.AdamW([p], lr=1e-2, master=None, moments=moments, key=7)
         for step in range(3):
-            p.grad = torch.randn(192, 328, generator=torch.Generator().manual_seed(step)).to(device)
+            p.grad = values((192, 328), step).to(device)
             optimizer.step()
         results.append([part.cpu() for part in (p.codes, p.scales, p.tensor_scale) if part is not None])
     assert all(map(torch.equal, *results))

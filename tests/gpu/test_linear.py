@@ -8,6 +8,7 @@ from blockfp.torch_backend.custom_ops.key_ops import gradient_keys
 from blockfp.torch_backend.linear.linear import LinearState
 from linear_reference import assert_close, expected
 from same_tensors import assert_equal
+from training import train
 
 import blockfp.torch as bfp
 from blockfp import recipes
@@ -255,10 +256,7 @@ def test_a_layer_is_that_of_a_cpu():
 def test_the_optimizer_writes_the_codes_of_the_master():
     one = layer_of_rows("cuda")
     optimizer = bfp.AdamW(one.parameters(), lr=1e-2)
-    for seed in range(3):
-        one(rows_of((64, 256), seed, "cuda")).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(optimizer, lambda seed: one(rows_of((64, 256), seed, "cuda")).square().mean(), range(3))
     master = optimizer.state[one.weight]["master"]
     wanted = bfp.quantize(master.cpu(), "fp8_e4m3_row_pow2")
     assert torch.equal(one.weight.codes.cpu(), wanted.codes)

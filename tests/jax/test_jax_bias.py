@@ -1,7 +1,4 @@
-"""y with a bias is rounded once: the sum in fp32 of a layer's products, then the bias, then the dtype of y.
-
-The statement is independent: values of the operands' codes, and their products and sums in float64.
-"""
+"""y with a bias is rounded once: products of the operands' codes summed in float64, then the bias, then y's dtype."""
 
 from functools import partial
 

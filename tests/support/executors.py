@@ -260,10 +260,7 @@ _defined: dict[tuple, bytes] = {}
 
 
 def hold_one(got, options, given, define, what, source=None):
-    """Asserts that a result is the definition's, which is computed for the first executor that asks in this process.
-
-    A digest of its results is kept, by options and a digest of the arguments. A result with another digest is compared in full.
-    """
+    """Asserts that a result is the definition's, whose digests this process keeps; other digests are compared in full."""
     key = (*options, digest_of(given))
     digest = digest_of(got)
     if _defined.get(key) != digest:

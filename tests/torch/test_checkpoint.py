@@ -73,10 +73,7 @@ def check(folder, format, source, target, shapes=SHAPES, **options):
 
 @pytest.mark.parametrize(("i", "format"), list(enumerate(FORMATS)), ids=str)
 def test_every_format_goes_on_on_another_mesh(i, format, tmp_path):
-    """FSDP to other numbers of ranks, HSDP, FSDP over tensor parallelism and back; uneven, empty and straddling shards.
-
-    There are more formats than pairs of meshes, so each pair has its turn.
-    """
+    """Formats take turns at pairs of meshes: FSDP, HSDP, FSDP over TP; uneven, empty and straddling shards."""
     assert len(FORMATS) >= len(PAIRS)
     source, target = PAIRS[(7 * i + 3) % len(PAIRS)]
     check(tmp_path, format.name, source, target, SHAPES[1:])

@@ -94,10 +94,7 @@ CHECKPOINTS = {
 @pytest.mark.parametrize(("recipe", "observed"), [("fp8_delayed", False), ("nvfp4", False), ("nvfp4", True)])
 @pytest.mark.parametrize("options", CHECKPOINTS)
 def test_checkpoints_and_what_layers_keep_between_steps(recipe, options, observed):
-    """Compiled code is given the layers' buffers beside the input, and writes them before a checkpoint has all made again.
-
-    Backend "eager" runs the graph as it is; others don't keep buffers for it.
-    """
+    """Compiled code writes buffers before a checkpoint recomputes; backend "eager" alone keeps buffers for it."""
     torch._dynamo.reset()
     # The backward of the last layer runs before the input of the first one is made again.
     model = nn.Sequential(bfp.Linear(64, 64, recipe=recipe), nn.GELU(), bfp.Linear(64, 64, recipe=recipe))

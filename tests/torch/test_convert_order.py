@@ -1,11 +1,11 @@
-"""`convert` behind what holds a model's parameters already: an optimizer trains on, as one built later would; a wrapper that
-reduces their gradients is refused."""
+"""`convert` after an optimizer holds the parameters trains on as before; after a wrapper that reduces gradients, it raises."""
 
 import copy
 import weakref
 
 import pytest
 import torch
+from arrays import values
 from torch import nn
 
 import blockfp.torch as bfp
@@ -28,7 +28,7 @@ def net(dtype=torch.float32):
 
 def train(model, optimizer, steps=3):
     losses = []
-    x = torch.randn(16, 48, generator=torch.Generator().manual_seed(1)).to(next(model.parameters()).dtype)
+    x = values((16, 48), 1).to(next(model.parameters()).dtype)
     for _ in range(steps):
         loss = (model(x) - 1).float().square().mean()
         loss.backward()

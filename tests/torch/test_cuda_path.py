@@ -1,7 +1,4 @@
-"""The host's code of the CUDA path, with kernels that the definition carries out.
-
-Layers are held against products in float64, modules and arrays against the CPU's own path.
-"""
+"""The host's code of the CUDA path, with kernels that the definition carries out, against float64 and the CPU's path."""
 
 import contextlib
 import hashlib

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch._dynamo.testing
+from arrays import values
 from blockfp.torch_backend.linear import linear as linear_module
 from same_tensors import assert_equal
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -99,7 +100,7 @@ def test_compiled_code_refuses_another_format():
 
 def test_gradients_of_gradients(monkeypatch):
     def second(layer):
-        x = torch.randn(sum(COUNTS), 64, generator=torch.Generator().manual_seed(5)).bfloat16().requires_grad_()
+        x = values((sum(COUNTS), 64), 5).bfloat16().requires_grad_()
         first = torch.autograd.grad(layer(x, COUNTS).square().sum(), (x, layer.weight), create_graph=True)
         return torch.autograd.grad(sum(one.float().square().sum() for one in first), (x, layer.weight))
 

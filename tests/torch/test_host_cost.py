@@ -156,10 +156,7 @@ OPERATIONS = {
 
 
 def entered(call):
-    """The Python functions of the library that a call enters, by file and name, and how many built-in ones are called there.
-
-    The call has been made before.
-    """
+    """The library's Python functions that a call enters after a first one, by file and name, and the count of built-in ones."""
     for _ in range(3):
         call()
     found, builtins = Counter(), 0

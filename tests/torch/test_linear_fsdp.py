@@ -211,10 +211,7 @@ def test_gradient_accumulation_and_clipping():
 
 
 def compiled(rank):
-    """`layer.compile(fullgraph=True)`, then `fully_shard(layer)`: one graph a layer, the bits of eager code.
-
-    With delayed scaling another one follows once there are scales.
-    """
+    """Compiles, then shards: one graph a layer with eager bits, and a second one once delayed scaling has scales."""
     for name, steps, graphs in (("fp8_delayed", 10, 2), ("nvfp4", 2, 1)):
         torch._dynamo.reset()
         eager = model_of(name)

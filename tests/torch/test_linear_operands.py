@@ -171,7 +171,7 @@ def hold(recipe, kind, dtype, shape, device="cpu", slack=1.0):
     tokens, n, k = shape
     recipe = recipes.parse(recipe)
     x, weight, gradient = operands(kind, tokens, n, k, dtype)
-    bias = torch.randn(n, generator=torch.Generator().manual_seed(3)).to(dtype)
+    bias = values(n, 3).to(dtype)
     scales = SCALES if recipe.delayed else {}
     wanted = expected(x, weight, gradient, recipe, key=7, **scales)
     stored = weight if recipe.weight.format is None else bfp.quantize(weight, recipe.weight.format)

@@ -1,7 +1,4 @@
-"""Tensors whose memory holds the negated values, as torch's negative bit says: all that reads memory takes their values.
-
-`z.conj().imag` is such a tensor, with strides; `torch._neg_view` makes one that lies as others do.
-"""
+"""Tensors with torch's negative bit (`z.conj().imag`, `torch._neg_view`): all that reads memory takes their values."""
 
 import functools
 

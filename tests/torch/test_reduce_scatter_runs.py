@@ -7,6 +7,7 @@ import pytest
 import threaded
 import torch
 import torch.distributed as dist
+from arrays import values
 from blockfp.torch_backend.quantized_tensor.sharding import local_of
 from reduced_gradients import SHAPES, Model, Terms, assert_same, expected, gradients_of, reduced, sharded, two_steps
 from small_model import device_mesh
@@ -117,7 +118,7 @@ def tensor_parallel(rank):
         if quantized:
             quantize_reduce_scatter(model, "mxfp8_e4m3")
         model.zero_grad()
-        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(rank // 2))
+        x = values((16, 64), rank // 2)
         model(x).square().mean().backward()
         plain[i] = [local_of(p.grad).clone() for p in model.parameters()]
     return plain
@@ -155,7 +156,7 @@ def losses(rank, format, recipe, key=0):
     optimizer = bfp.AdamW(model.parameters(), lr=5e-3)
     found = []
     for step in range(40):
-        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(2 * step + rank))
+        x = values((64, 32), 2 * step + rank)
         loss = (model(x) - teacher(x).detach()).square().mean()
         loss.backward()
         optimizer.step()

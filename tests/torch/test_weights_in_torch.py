@@ -7,6 +7,7 @@ import pytest
 import threaded
 import torch
 import torch.nn.functional as F
+from arrays import values
 from blockfp.torch_backend.weights.cast_weight import CastWeight
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -17,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import blockfp.torch as bfp
 
 BOTH = pytest.mark.parametrize("weights", ["quantized", "high_precision"])
-X = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+X = values((4, 32), 0)
 
 
 def weight(weights):
@@ -115,7 +116,7 @@ def test_results_go_into_weights():
 
 
 def codes(shape, format, seed, scale=1.0):
-    return bfp.quantize(scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed)), format)
+    return bfp.quantize(scale * values(shape, seed), format)
 
 
 @pytest.mark.parametrize(
@@ -313,7 +314,7 @@ def test_full_tensor():
 
 
 def test_averages():
-    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    x = values((32, 64), 0)
     quantized, kept = net("quantized"), net("high_precision")
     averages = [AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for model in (quantized, kept)]
     averages[0].update_parameters(quantized)  # the first one copies

@@ -71,13 +71,7 @@ def stop_half_way(run, ranks):
 
 
 def killed(folder, kills, world, wait):
-    """Kills `world` ranks so many times, and loads what is there after each; `wait` is None for both ways of saving.
-
-    Every other time it kills them at a random moment, else in the middle of a checkpoint.
-
-    Yields:
-        The steps that are there, and the names of what was left behind.
-    """
+    """Kills `world` ranks, in turn at random and in a checkpoint; yields the steps left, loaded, and names of leftovers."""
     run = folder / f"run-{world}-{wait}"
     for kill in range(kills):
         begun, ready = os.pipe()

@@ -83,11 +83,7 @@ def expected(x, weight, gradient, recipe, *, key=None, input_scale=None, gradien
 
 
 def assert_close(actual, result, *, sums, bias=0.0):
-    """A product within `sums` of the magnitude of its terms, and half a unit of its own dtype's last place.
-
-    Args:
-        sums: 2^-20 for sums in fp32, 2^-12 for those of tensor cores that accumulate fast.
-    """
+    """Asserts a product within `sums` of its terms' magnitude (2^-20 in fp32, 2^-12 on fast tensor cores), and half a ulp."""
     unit = torch.finfo(actual.dtype).eps / 2
     value = result.value + bias
     bound = sums * result.magnitude + unit * value.abs() * 1.01 + torch.finfo(actual.dtype).tiny

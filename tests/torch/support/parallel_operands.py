@@ -247,11 +247,7 @@ def assert_shared(got, its_products, results, products, style, sequence, rank):
 
 
 def check_layer(layer, kind, style, sequence, shape, seen):
-    """Cuts a layer over a kind of mesh, trains it for a step, and holds every rank against one process with its batch.
-
-    Returns:
-        What one process has for each batch, as `one_process`, and what `trained_layer` gives on each rank.
-    """
+    """Trains a cut layer for a step on a mesh against one process; returns `one_process` and each rank's `trained_layer`."""
     ranks = torch.Size(MESHES[kind]).numel()
     references = [one_process(shape, layer.linear_recipe, seen, batch) for batch in range(ranks // RANKS)]
     world = threaded.run(ranks, trained_layer, layer, kind, style, sequence, shape)
