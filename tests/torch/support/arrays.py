@@ -25,9 +25,9 @@ def to_numpy(x):
     return x.numpy()
 
 
-def values(shape, seed=0, dtype=torch.float32, scale=1.0):
-    """Gaussian values, the same ones for a seed, rounded to the dtype."""
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+def values(shape, seed=0, dtype=torch.float32, scale=1.0, device="cpu"):
+    """Gaussian values, the same ones for a seed on any device, rounded to the dtype."""
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(device, dtype)
 
 
 def tensors_of(q):
