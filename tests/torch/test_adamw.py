@@ -8,7 +8,6 @@ import torch
 import two_pass_kernels
 from adamw_parameters import assert_quantizes, give_gradients, mixed, values_of, weight
 from arrays import tensors_of, values
-from blockfp.torch_backend.weights.cast_weight import CastWeight
 from counted import alone, of_blockfp, profiled
 from held_formats import FORMATS
 from same_tensors import assert_equal
@@ -158,7 +157,7 @@ def test_gradients_of_any_kind():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_that_travel_quantized(dtype):
     plain = nn.Parameter(values((40, 64), 0, dtype))
-    p = nn.Parameter(CastWeight.from_values(plain.detach().clone(), "mxfp8_e4m3_32x32"))
+    p = nn.Parameter(bfp.CastWeight.from_values(plain.detach().clone(), "mxfp8_e4m3_32x32"))
     optimizers = [bfp.AdamW([q], lr=1e-2) for q in (p, plain)]
     for step in range(2):
         for q, optimizer in zip((p, plain), optimizers, strict=True):

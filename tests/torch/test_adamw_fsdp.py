@@ -8,7 +8,6 @@ import torch
 import two_pass_kernels
 from arrays import tensors_of
 from blockfp.torch_backend.quantized_tensor import sharding
-from blockfp.torch_backend.weights.cast_weight import CastWeight
 from held_formats import FORMATS
 from same_tensors import assert_equal
 from sharded import GEOMETRIES
@@ -37,7 +36,7 @@ class Model(Side):
         generator = torch.Generator().manual_seed(5)
         self.vector = nn.Parameter(torch.randn(7, generator=generator))
         self.matrix = nn.Parameter(torch.randn(6, 33, generator=generator))
-        self.cast = nn.Parameter(CastWeight.from_values(torch.randn(10, 64, generator=generator), "mxfp8_e4m3_32x32"))
+        self.cast = nn.Parameter(bfp.CastWeight.from_values(torch.randn(10, 64, generator=generator), "mxfp8_e4m3_32x32"))
         self.narrow = nn.Linear(20, 9, bias=False, dtype=torch.bfloat16)
         self.narrow.weight.data.copy_(torch.randn(9, 20, generator=generator))
 

@@ -10,8 +10,6 @@ import pytest
 import threaded
 import torch
 import torch.distributed.checkpoint as dcp
-from blockfp.torch_backend.checkpoint.checkpoint import load_checkpoint, save_checkpoint
-from blockfp.torch_backend.optimizer.adamw import AdamW
 from blockfp.torch_backend.quantized_tensor.sharding import local_of, placed
 from blockfp.torch_backend.torch_internals import dtensor_like
 from blockfp.torch_backend.weights.state_dict import stored
@@ -36,7 +34,7 @@ def world(mesh):
 
 
 def optimizer_of(model, **options):
-    return AdamW(model.parameters(), lr=0.1, key=7, **options)
+    return bfp.AdamW(model.parameters(), lr=0.1, key=7, **options)
 
 
 @functools.lru_cache(maxsize=8)
@@ -51,13 +49,13 @@ def save(rank, mesh, folder, format, shapes=SHAPES, **options):
     model = shard(model_of(format, shapes), mesh)
     optimizer = optimizer_of(model, **options)
     train(model, optimizer, 0, 3)
-    save_checkpoint(folder, model, optimizer, step=3, extra={"cursor": torch.arange(3), "epoch": 2, "name": "run"})
+    bfp.save_checkpoint(folder, model, optimizer, step=3, extra={"cursor": torch.arange(3), "epoch": 2, "name": "run"})
 
 
 def load_and_go_on(rank, mesh, folder, format, shapes, options, references):
     model = shard(model_of(format, shapes, seed=50), mesh)
     optimizer = optimizer_of(model, **options)
-    loaded = load_checkpoint(folder, model, optimizer)
+    loaded = bfp.load_checkpoint(folder, model, optimizer)
     assert (loaded.step, loaded.extra["epoch"], loaded.extra["name"]) == (3, 2, "run")
     assert torch.equal(loaded.extra["cursor"], torch.arange(3))
     assert_is_part_of(model, optimizer, *references[0])
@@ -114,8 +112,8 @@ def test_before_the_first_step(kind, tmp_path):
         model[0].weight.initial = torch.ones(model[0].weight.shape) if format else None
         for param in model.parameters():
             param.grad = torch.ones(param.shape)
-    save_checkpoint(tmp_path, models[1], optimizers[1], step=0)
-    load_checkpoint(tmp_path, models[2], optimizers[2])
+    bfp.save_checkpoint(tmp_path, models[1], optimizers[1], step=0)
+    bfp.load_checkpoint(tmp_path, models[2], optimizers[2])
     assert not optimizers[1].state
     assert all(torch.equal(param.grad, torch.ones(param.shape)) for model in models for param in model.parameters())
     for model, optimizer in zip(models, optimizers, strict=True):
@@ -214,7 +212,7 @@ def _wrong_format(rank, folder):
         dcp.load({"model": state}, checkpoint_id=folder / "step-00000003")
     both = r"0\.weight is mxfp8_e5m2_32x32 in the model and mxfp8_e4m3_32x32 in the checkpoint"
     with pytest.raises(BadCheckpoint, match=both):
-        load_checkpoint(folder, model)
+        bfp.load_checkpoint(folder, model)
     assert all(torch.equal(local_of(layer.weight).codes, old) for layer, old in zip(model, before, strict=True))
 
 
@@ -234,7 +232,7 @@ def test_another_format_is_refused_before_anything_is_changed(tmp_path):
 def _requantize(rank, mesh, folder, ours, with_optimizer, expected, values):
     model = shard(model_of(ours, SHAPES, seed=50), mesh)
     optimizer = optimizer_of(model) if with_optimizer else None
-    load_checkpoint(folder, model, optimizer, requantize=True)
+    bfp.load_checkpoint(folder, model, optimizer, requantize=True)
     assert_is_part_of(model, None, expected, None)
     if optimizer is not None:
         for layer, value in zip(model, values, strict=True):
@@ -277,17 +275,17 @@ def test_what_does_not_fit_is_named(tmp_path):
     save(0, "one", tmp_path, "mxfp8_e4m3")
     model = model_of("mxfp8_e4m3", SHAPES[:3])
     with pytest.raises(BadCheckpoint, match=r"has beyond it 3\.bias, 3\.input_amax_history"):
-        load_checkpoint(tmp_path, model)
+        bfp.load_checkpoint(tmp_path, model)
     with pytest.raises(BadCheckpoint, match=r"lacks 4\.bias"):
-        load_checkpoint(tmp_path, model_of("mxfp8_e4m3", [*SHAPES, (4, 4)]))
+        bfp.load_checkpoint(tmp_path, model_of("mxfp8_e4m3", [*SHAPES, (4, 4)]))
     with pytest.raises(BadCheckpoint, match=r"model\.0\.weight has shape \(64, 128\) in the checkpoint and \(65, 128\) here"):
-        load_checkpoint(tmp_path, model_of("mxfp8_e4m3", [(65, 128), *SHAPES[1:]]))
-    save_checkpoint(tmp_path / "alone", model, step=1)
+        bfp.load_checkpoint(tmp_path, model_of("mxfp8_e4m3", [(65, 128), *SHAPES[1:]]))
+    bfp.save_checkpoint(tmp_path / "alone", model, step=1)
     with pytest.raises(BadCheckpoint, match=r"holds no optimizer"):
-        load_checkpoint(tmp_path / "alone", model, optimizer_of(model))
+        bfp.load_checkpoint(tmp_path / "alone", model, optimizer_of(model))
     empty = model_of("mxfp8_e4m3", SHAPES).to("meta")
     with pytest.raises(BadCheckpoint, match=r"is on the meta device"):
-        load_checkpoint(tmp_path, empty)
+        bfp.load_checkpoint(tmp_path, empty)
 
 
 FULL = """

@@ -6,7 +6,6 @@ import threaded
 import torch
 from arrays import tensors_of
 from blockfp.torch_backend.quantized_tensor.sharding import local_of, region_of
-from blockfp.torch_backend.weights.loading import load_high_precision_
 from blockfp.torch_backend.weights.requantize import requantize_
 from held_formats import FORMATS, OTHER_CHOICES
 from same_tensors import assert_equal
@@ -358,7 +357,7 @@ def four_ranks(rank):
     model = Side(quantized([weights_for([(50, 64)])[0]], "nvfp4_16x16"))
     fully_shard(model, mesh=device_mesh((2, 2)))
     param = model.layers[0].weight
-    load_high_precision_(param, weight)
+    bfp.load_high_precision_(param, weight)
     whole, region = bfp.quantize(weight, "nvfp4_16x16"), region_of(param)
     assert local_of(param).tensor_scale == whole.tensor_scale
     assert (local_of(param).codes == whole.codes[region.slices[0]]).all()

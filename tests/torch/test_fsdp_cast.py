@@ -8,7 +8,6 @@ import threaded
 import torch
 from arrays import tensors_of
 from blockfp.torch_backend.quantized_tensor.sharding import local_of, region_of
-from blockfp.torch_backend.weights.cast_weight import CastWeight
 from same_tensors import assert_equal
 from sharded import GEOMETRIES
 from small_model import Side, device_mesh, inputs_for, shapes_for, shard, weights_for
@@ -28,7 +27,7 @@ def whole_of(param):
 
 
 def train(rank, shape, reshard, format, shapes):
-    model = Side([CastWeight.from_values(weight, format) for weight in weights_for(shapes)])
+    model = Side([bfp.CastWeight.from_values(weight, format) for weight in weights_for(shapes)])
     shard(model, device_mesh(shape), reshard_after_forward=reshard)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     x = inputs_for(rank, max(columns for _, columns in shapes))
@@ -61,7 +60,7 @@ def test_with_replicas(name, shape):
 
 def from_meta(rank, format, weight, offload):
     with torch.device("meta"):
-        model = Side([CastWeight.from_values(torch.empty(50, 64), format)])
+        model = Side([bfp.CastWeight.from_values(torch.empty(50, 64), format)])
     options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shard(model, device_mesh((4,)), mp_policy=policy, **options)
@@ -83,7 +82,7 @@ def test_from_the_meta_device(name, offload):
 
 def shards_by_hand(rank):
     mesh = device_mesh((4,))
-    local = CastWeight.from_values(torch.ones(8, 64), "fp8_e4m3")
+    local = bfp.CastWeight.from_values(torch.ones(8, 64), "fp8_e4m3")
     assert DTensor.from_local(local, mesh, [Shard(0)], run_check=False).shape == (32, 64)
     local.fsdp_pre_all_gather(mesh)
 
@@ -96,8 +95,8 @@ def test_a_shard_that_fully_shard_did_not_make():
 
 def test_alone_it_is_its_values():
     values = weights_for([(50, 64)])[0]
-    weight = torch.nn.Parameter(CastWeight.from_values(values, "mxfp8_e4m3_32x32"))
-    assert isinstance(weight, CastWeight)
+    weight = torch.nn.Parameter(bfp.CastWeight.from_values(values, "mxfp8_e4m3_32x32"))
+    assert isinstance(weight, bfp.CastWeight)
     assert torch.equal(weight @ weight.mT, values @ values.mT)
     with pytest.raises(
         NotImplementedError, match=r"(?s)would multiply it in high precision: call the layer itself.*weight\.values"
@@ -110,14 +109,14 @@ def test_alone_it_is_its_values():
     with torch.no_grad():
         weight.add_(1)
         # FSDP2 and autocast do without casts of it; modules don't, and keep what these give.
-        assert type(weight.bfloat16()) is CastWeight
+        assert type(weight.bfloat16()) is bfp.CastWeight
         assert type(weight.int()) is type(torch.empty_like(weight, dtype=torch.bfloat16)) is torch.Tensor
     file = io.BytesIO()
     torch.save(weight, file)
     file.seek(0)
     for other in (copy.deepcopy(weight), weight.clone(), weight.to("cpu", copy=True), torch.load(file, weights_only=True)):
-        assert isinstance(other, CastWeight)
+        assert isinstance(other, bfp.CastWeight)
         assert torch.equal(other.values, weight.values)
         assert other.values.data_ptr() != weight.values.data_ptr()
     with pytest.raises(TypeError, match="float64"):
-        CastWeight.from_values(values.double(), "fp8_e4m3")
+        bfp.CastWeight.from_values(values.double(), "fp8_e4m3")

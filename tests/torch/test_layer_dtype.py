@@ -8,7 +8,6 @@ import pytest
 import threaded
 import torch
 from blockfp.torch_backend.quantized_tensor.sharding import local_of, own_part
-from blockfp.torch_backend.weights.cast_weight import CastWeight
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -117,7 +116,7 @@ def on_a_mesh(rank, layer, made, order):
     for step in order:
         steps[step]()
     local = local_of(layer.weight)
-    assert type(local) is (CastWeight if layer.weights == "high_precision" else bfp.QuantizedTensor)
+    assert type(local) is (bfp.CastWeight if layer.weights == "high_precision" else bfp.QuantizedTensor)
     assert local.dtype == layer.weight.dtype == layer.bias.dtype == torch.bfloat16
     if isinstance(local, bfp.QuantizedTensor):
         assert torch.equal(local.initial, own_part(made.weight.initial, layer.weight))

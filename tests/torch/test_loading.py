@@ -6,8 +6,6 @@ import threaded
 import torch
 from arrays import tensors_of
 from blockfp.torch_backend.quantized_tensor.sharding import local_of, region_of
-from blockfp.torch_backend.weights.cast_weight import CastWeight
-from blockfp.torch_backend.weights.loading import load_high_precision_
 from blockfp.torch_backend.weights.module_state import keep_in_parts
 from held_formats import FORMATS
 from same_tensors import assert_equal
@@ -41,7 +39,7 @@ def load(rank, shape, way, shapes, weights, expected):
     model.to_empty(device="cpu")
     if way == "function":
         for name, weight in as_state(weights).items():
-            load_high_precision_(model.get_parameter(name), weight)
+            bfp.load_high_precision_(model.get_parameter(name), weight)
     elif way == "whole":
         assert not any(model.load_state_dict(as_state(weights)))
     elif way == "placed alike":
@@ -87,7 +85,7 @@ def check_load(format, way, shape):
 def load_later(rank, weights, expected, kept):
     """The root still holds its gathered weight when new values are loaded."""
     zeros = torch.zeros(50, 64)
-    model = SmallLinear(CastWeight.from_values(zeros, "fp8_e4m3") if kept else bfp.quantize(zeros, "fp8_e4m3"))
+    model = SmallLinear(bfp.CastWeight.from_values(zeros, "fp8_e4m3") if kept else bfp.quantize(zeros, "fp8_e4m3"))
     keep_in_parts(model)
     model.keep_init = False
     fully_shard(model, mesh=device_mesh((4,)))
@@ -159,9 +157,9 @@ def test_from_the_meta_device():
         model = SmallLinear(bfp.quantize(torch.empty(50, 64), "nvfp4_16x16"))
     assert model.weight.initial is None
     with pytest.raises(ValueError, match=r"call to_empty\(device=...\)"):
-        load_high_precision_(model.weight, weight)
+        bfp.load_high_precision_(model.weight, weight)
     model.to_empty(device="cpu")
-    load_high_precision_(model.weight, weight, keep_init=False)
+    bfp.load_high_precision_(model.weight, weight, keep_init=False)
     assert_equal(model.weight, bfp.quantize(weight, "nvfp4_16x16"))
     assert model.weight.initial is None
     assert model.bfloat16().weight.dtype == torch.bfloat16
@@ -174,7 +172,7 @@ def test_assigned_to_the_meta_device(kept):
     weight = weights_for([(50, 64)])[0]
     with torch.device("meta"):
         values = torch.empty(50, 64)
-        model = SmallLinear(CastWeight.from_values(values, "nvfp4_16x16") if kept else bfp.quantize(values, "nvfp4_16x16"))
+        model = SmallLinear(bfp.CastWeight.from_values(values, "nvfp4_16x16") if kept else bfp.quantize(values, "nvfp4_16x16"))
     model.other, model.bias = nn.Linear(64, 50, device="meta"), nn.Parameter(torch.empty(50, device="meta"))
     model.other.weight = model.weight
     values = weight.bfloat16()
@@ -198,10 +196,10 @@ def test_a_view_of_a_weight_is_refused(view):
     weight = nn.Parameter(bfp.quantize(torch.zeros(2, 64, 32), "mxfp8_e4m3"))
     part = view(weight)
     with pytest.raises(ValueError, match=r"of shape .*32\), is a view of a larger tensor, .* load the whole parameter"):
-        load_high_precision_(part, torch.ones(part.shape))
+        bfp.load_high_precision_(part, torch.ones(part.shape))
     assert not weight.codes.any()
     for whole in (weight.detach(), part.clone(), nn.Parameter(part)):
-        load_high_precision_(whole, torch.ones(whole.shape))
+        bfp.load_high_precision_(whole, torch.ones(whole.shape))
         assert whole.initial is not None
     assert weight.geometry.loaded
 
@@ -221,8 +219,8 @@ def strided(rank, weight):
         weight[region.slices], param.device_mesh, param.placements, run_check=False, shape=weight.shape, stride=weight.stride()
     )
     with pytest.raises(ValueError, match=r"may hold other rows.*full_tensor"):
-        load_high_precision_(param, placed)
-    load_high_precision_(param, 2 * weight)
+        bfp.load_high_precision_(param, placed)
+    bfp.load_high_precision_(param, 2 * weight)
     assert_equal(local_of(param), bfp.quantize(2 * weight, "fp8_e4m3").narrow(0, region.start[0], region.shape[0]))
     optimizer = bfp.AdamW([param])
     whole = distribute_tensor(weight, param.device_mesh, [Replicate(), Replicate()], src_data_rank=None)

@@ -9,7 +9,6 @@ import threaded
 import torch
 from arrays import tensors_of
 from blockfp.torch_backend.linear import scale_watch
-from blockfp.torch_backend.weights.cast_weight import CastWeight
 from same_tensors import assert_equal
 from small_model import device_mesh
 from torch import nn
@@ -185,7 +184,7 @@ def test_under_fsdp(before, after, mesh, weights_, tmp_path):
                 master = shown[numbers[id(layer.weight)]]["master"].full_tensor()
             else:
                 master = layer.weight.full_tensor()
-                master = master.values if isinstance(master, CastWeight) else master
+                master = master.values if isinstance(master, bfp.CastWeight) else master
             layer.unshard()
             assert_quantizes(layer.weight, master.detach(), format)
             layer.reshard()

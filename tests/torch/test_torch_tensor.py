@@ -8,7 +8,6 @@ import pytest
 import torch
 from arrays import values
 from blockfp.torch_backend.quantized_tensor.geometry import Base
-from blockfp.torch_backend.weights.cast_weight import CastWeight
 from held_formats import FORMATS
 from same_tensors import assert_equal
 
@@ -262,7 +261,7 @@ def test_nothing_dequantizes_by_itself(operation, name):
 def test_inference_mode_changes_nothing():
     """Operations that are made of others come as they are there; and views of a tensor that is no inference tensor are none."""
     q = bfp.quantize(tensor((64, 96)), "mxfp8_e4m3_32x32")
-    shard, weight = q.split(32)[1], CastWeight.from_values(tensor(), "mxfp8_e4m3")
+    shard, weight = q.split(32)[1], bfp.CastWeight.from_values(tensor(), "mxfp8_e4m3")
     with torch.inference_mode():
         for got, expected in ((q.view_as(q), q), (q.chunk(2)[1], shard), (q.narrow(0, 32, 32), shard), (q.to("cpu"), q)):
             assert_equal(got, expected)

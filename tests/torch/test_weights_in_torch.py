@@ -8,7 +8,6 @@ import threaded
 import torch
 import torch.nn.functional as F
 from arrays import values
-from blockfp.torch_backend.weights.cast_weight import CastWeight
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -247,9 +246,9 @@ def test_a_product_with_one_experts_weight_is_refused(product, mode):
 
 
 def test_parts_of_values_are_views():
-    w = CastWeight.from_values(torch.zeros(3, 4, 32), "mxfp8_e4m3")
+    w = bfp.CastWeight.from_values(torch.zeros(3, 4, 32), "mxfp8_e4m3")
     for i, one in enumerate(w.unbind()):
-        assert type(one) is CastWeight
+        assert type(one) is bfp.CastWeight
         one.fill_(i + 1)
     w[0][0].fill_(7)
     assert w.values[:, 1:].amin((1, 2)).tolist() == [1, 2, 3]

@@ -15,11 +15,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from blockfp.torch_backend.checkpoint.checkpoint import load_checkpoint, save_checkpoint
-from blockfp.torch_backend.optimizer.adamw import AdamW
 from resumed import assert_is_part_of, model_of, shard, train
 
 from blockfp.files import manifest
+from blockfp.torch import AdamW, load_checkpoint, save_checkpoint
 
 SHAPES = [(64, 128), (37, 40)]
 FORMAT = "nvfp4_16x16"

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import torch
 from arrays import values
-from blockfp.torch_backend.linear.linear import LinearState
 
 import blockfp.torch as bfp
 from blockfp import recipes
@@ -35,7 +34,7 @@ def state_of(recipe, device="cpu"):
     if recipe.delayed is None:
         return None
     scales = (scale.to(device, copy=True) for scale in SCALES.values())
-    return LinearState(*(part for scale in scales for part in (torch.zeros(4, device=device), scale)))
+    return bfp.LinearState(*(part for scale in scales for part in (torch.zeros(4, device=device), scale)))
 
 
 class Result(NamedTuple):
