@@ -13,6 +13,7 @@ from arrays import values
 from blockfp.torch_backend.custom_ops import cuda_delayed
 from blockfp.torch_backend.linear import delayed
 from blockfp.torch_backend.torch_internals import version_of
+from delayed_models import two_layers
 from same_tensors import assert_equal
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,11 +27,6 @@ from blockfp.definition import bits, scaling
 from blockfp.formats import E4M3, E5M2
 from blockfp.kernels import cuda_library
 from blockfp.recipes import Cast
-
-
-def two_layers():
-    with threaded.seeded(0):
-        return nn.Sequential(bfp.Linear(32, 24, recipe="fp8_delayed"), bfp.Linear(24, 16, recipe="fp8_delayed"))
 
 
 def sharded(rank, shape):
