@@ -4,14 +4,13 @@ import ast
 import copy
 import functools
 import importlib.util
-import io
 import re
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from arrays import values
+from arrays import through_a_file, values
 from blockfp.torch_backend.modules import fusing
 from blockfp.torch_backend.modules.gated_mlp import FusedMLP, Parts, activation_of, why_not
 from blockfp.torch_backend.modules.known_classes import KNOWN
@@ -104,10 +103,7 @@ def test_a_fused_mlp_stays_what_it_was(monkeypatch):
 
 
 def _pickled(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
+    return through_a_file(model, weights_only=False)
 
 
 def test_what_looks_or_replaces_sees_what_it_would(monkeypatch):

@@ -7,14 +7,13 @@ import re
 import pytest
 import torch
 import transformers
+from command import run
 from hf_models import TOKENS, family, load, logits
 from peft import IA3Config, LoHaConfig, LoraConfig, OFTConfig, PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 import blockfp.torch as bfp
-from blockfp import cli
 from blockfp.errors import BadFile
 from blockfp.integrations.peft import register
 from blockfp.integrations.transformers import BlockfpConfig, save_in_layout, stream_in_layout
@@ -377,7 +376,6 @@ def test_files_of_layouts_are_not_made_either(tmp_path):
     """Of checkpoints and files, whose own layout keeps whatever names there are."""
     model = get_peft_model(converted(), CONFIGS["lora"])
     bfp.save_checkpoint(tmp_path / "run", model, step=1)
-    run = lambda *arguments: CliRunner().invoke(cli.app, list(map(str, arguments)))  # noqa: E731
     done = run("export", tmp_path / "run", tmp_path / "new", "--to", "fine-grained-fp8")
     assert done.exit_code == 2
     assert "merge_and_unload()" in " ".join(done.output.split())

@@ -12,7 +12,8 @@ torch = pytest.importorskip("torch", reason="checkpoints are PyTorch's")
 
 import threaded  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
-from exported import SHAPES, bits, numpy, read, run, save, unsharded  # noqa: E402
+from command import run  # noqa: E402
+from exported import SHAPES, bits, numpy, read, save, unsharded  # noqa: E402
 from resumed import model_of, train  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_state_dict  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402

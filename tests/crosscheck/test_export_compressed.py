@@ -6,7 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="checkpoints are PyTorch's")
 
-from exported import SHAPES, run, save, unsharded  # noqa: E402
+from command import run  # noqa: E402
+from exported import SHAPES, save, unsharded  # noqa: E402
 from held_formats import FORMATS  # noqa: E402
 from resumed import model_of  # noqa: E402
 

@@ -4,8 +4,9 @@ import json
 
 import numpy as np
 import pytest
+from command import run
 from held_formats import FORMATS
-from released_files import BF16, FP8, fp8_codes, run, some_bytes, write
+from released_files import BF16, FP8, fp8_codes, some_bytes, write
 
 import blockfp
 from blockfp.definition import layout

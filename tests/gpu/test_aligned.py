@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from blockfp.torch_backend.custom_ops import cuda_layouts, products
+from cuda_arrays import capture
 
 import blockfp.torch as bfp
 from blockfp import recipes
@@ -211,10 +212,7 @@ def test_compiled_and_captured_layers_have_eager_bits():
     with torch.no_grad():
         eager = layer(x)
         assert torch.equal(torch.compile(layer, fullgraph=True)(x), eager)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = layer(x)
+        graph, captured = capture(lambda: layer(x))
         graph.replay()
         assert torch.equal(captured, eager)
 

@@ -5,6 +5,7 @@ import torch
 from blockfp.torch_backend.custom_ops import products
 from blockfp.torch_backend.custom_ops.grouped_products import multiply_groups
 from blockfp.torch_backend.custom_ops.products import Matrix, multiply_parts
+from cuda_arrays import capture
 
 import blockfp.torch as bfp
 from blockfp.definition.groups import columns_for
@@ -231,10 +232,7 @@ def test_replays_in_a_graph_with_other_ends(formats):
     right = Matrix([torch.stack([w.codes for w in weights]), torch.cat(scales)], Format.parse(formats[1]))
     out = torch.empty((256, 128), device="cuda")
     multiply_groups(left, right, ends, out=out)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        multiply_groups(left, right, ends, out=out)
+    graph, _ = capture(lambda: multiply_groups(left, right, ends, out=out))
     ends.copy_(torch.tensor([200, 256], dtype=torch.int32))
     graph.replay()
     assert torch.equal(out, multiply_groups(left, right, ends, dtype=torch.float32))
@@ -246,10 +244,7 @@ def test_dense_products_replay_in_a_graph(formats, own):
     a, b = bfp.quantize(random(256, 512), formats[0]), bfp.quantize(random(128, 512, seed=1), formats[1])
     out = torch.empty((256, 128), device="cuda")
     wanted = run(a, b, out, own=own).clone()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run(a, b, out, own=own)
+    graph, _ = capture(lambda: run(a, b, out, own=own))
     out.zero_()
     graph.replay()
     assert torch.equal(out, wanted)

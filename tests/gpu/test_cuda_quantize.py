@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from blockfp.torch_backend.custom_ops import cuda, cuda_layouts
-from cuda_arrays import assert_same, to_gpu, to_numpy
+from cuda_arrays import assert_same, capture, to_gpu, to_numpy
 from same_tensors import assert_equal
 from samples import DTYPES, KINDS, all_patterns, sample
 
@@ -291,11 +291,12 @@ def test_graph_capture(name):
     xs = [sample("bf16_valued", (128, 256), "bfloat16", seed) for seed in (1, 2)]
     x = to_gpu(xs[0])
     cuda.quantize_both(x, format)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def both_and_values():
         both = cuda.quantize_both(x, format)
-        y = cuda.dequantize(*both.row, format, "bfloat16", columns=256)
+        return both, cuda.dequantize(*both.row, format, "bfloat16", columns=256)
+
+    graph, (both, y) = capture(both_and_values)
     for one in xs:
         x.copy_(to_gpu(one))
         graph.replay()

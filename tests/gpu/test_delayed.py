@@ -6,6 +6,7 @@ import pytest
 import torch
 from arrays import values
 from blockfp.torch_backend.custom_ops import cuda_delayed
+from cuda_arrays import capture
 
 import blockfp.torch as bfp
 from blockfp import recipes
@@ -134,9 +135,7 @@ def test_a_graph_that_is_captured_moves_the_same_state():
     on_gpu, on_cpu = model_of("cuda"), model_of("cpu")
     bfp.update_scales(on_gpu)
     bfp.update_scales(on_cpu)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        bfp.update_scales(on_gpu)
+    graph, _ = capture(lambda: bfp.update_scales(on_gpu))
     for step in range(4):
         for model in (on_gpu, on_cpu):
             record(model, step)

@@ -11,6 +11,7 @@ from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
 from blockfp.torch_backend.linear.activation_function import activation
 from blockfp.torch_backend.linear.gated_function import Gating
 from blockfp.torch_backend.modules.gated_product import gated_product
+from cuda_arrays import capture
 from same_tensors import assert_same
 
 import blockfp.torch as bfp
@@ -222,12 +223,9 @@ def test_compiled_and_captured(name):
         torch.testing.assert_close(wanted[1].pop(1), wanted[0].pop(1), rtol=2**-7, atol=2**-10)
     assert_same(wanted[1], wanted[0], f"compiled {name}")
     static = hidden.clone()
-    graph = torch.cuda.CUDAGraph()
     with torch.no_grad():
         eager = run(static)
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            captured = run(static)
+        graph, captured = capture(lambda: run(static))
         graph.replay()
         assert_same([captured], [eager], f"captured {name}")
     assert layer(x).shape == x.shape

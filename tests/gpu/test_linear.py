@@ -7,6 +7,7 @@ import arrays
 import pytest
 import torch
 from blockfp.torch_backend.custom_ops.key_ops import gradient_keys
+from cuda_arrays import capture
 from linear_reference import hold_linear
 from same_tensors import assert_equal
 from training import train
@@ -142,10 +143,7 @@ def test_graph_of_a_layer(name):
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         step()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     with torch.no_grad():
         x.copy_(values((64, 256), 5))
     graph.replay()

@@ -4,6 +4,7 @@ import pytest
 import torch
 from arrays import values
 from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
+from cuda_arrays import capture
 
 from blockfp.formats import FORMATS, Format
 
@@ -67,9 +68,7 @@ def test_a_mark_is_of_one_call(name):
     bad[200, 300] = torch.inf
     x = good.clone()
     run(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(x)
+    graph, captured = capture(lambda: run(x))
     wanted = {False: run(good), True: run(bad)}
     assert not torch.equal(wanted[False][-1], wanted[True][-1])
     for overflows in (True, False, True, False):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from arrays import values
 from blockfp.torch_backend.custom_ops import cuda
 from blockfp.torch_backend.quantized_tensor.sharding import local_of
+from cuda_arrays import recordings
 from same_tensors import assert_equal
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -75,19 +76,6 @@ def trained(make, recipe, mesh, compiled, **options):
         assert graphs[-1] == graphs[0], f"compiled again: {graphs}"
         assert not torch._dynamo.utils.counters["graph_break"]
     return outputs, gradients, model, recorded
-
-
-def recordings():
-    """The number of CUDA graphs that were recorded so far."""
-    from torch._inductor.cudagraph_trees import get_manager
-
-    manager = get_manager(torch.cuda.current_device(), create_if_none_exists=False)
-    nodes = [] if manager is None or manager.roots is None else list(manager.get_roots())
-    count = 0
-    while nodes:
-        count += 1
-        nodes += [child for children in nodes.pop().children.values() for child in children]
-    return count
 
 
 def cuda_graphs(rank, make, recipe):

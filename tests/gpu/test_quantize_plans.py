@@ -7,6 +7,7 @@ from blockfp.torch_backend.custom_ops.operand_ops import tensor_amax
 from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
 from blockfp.torch_backend.modules.shared_inputs import sharing
 from counted_casts import casts_of
+from cuda_arrays import capture
 from same_tensors import assert_equal
 
 import blockfp.torch as bfp
@@ -138,10 +139,7 @@ def test_a_cast_is_shared_in_a_graph_and_made_again_by_each_replay():
     x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         assert casts_of(both, x)[0] == 1
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            a, b = both(x)
+        graph, (a, b) = capture(lambda: both(x))
         x.copy_(torch.randn_like(x))
         graph.replay()
         assert torch.equal(a, first(x.detach().clone()))
@@ -178,10 +176,7 @@ def test_compiles_whole(name):
 def test_graph_capture(name):
     x = values((128, 256))
     bfp.quantize(x, name)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        q = bfp.quantize(x, name)
+    graph, q = capture(lambda: bfp.quantize(x, name))
     x.copy_(3 * values((128, 256)).flip(0))
     graph.replay()
     torch.cuda.synchronize()

@@ -14,6 +14,7 @@ from blockfp.torch_backend.custom_ops import (
 )
 from blockfp.torch_backend.custom_ops.activations import activate
 from blockfp.torch_backend.linear import linear as linear_module
+from cuda_arrays import capture
 from same_tensors import assert_equal
 
 import blockfp.torch as bfp
@@ -380,9 +381,6 @@ def test_captured_in_a_graph():
     x = data("gaussian", 256, 512, torch.bfloat16)
     format = Format.parse("mxfp8_e4m3")
     wanted = direct_and_after(x, format, True, True, (True, True))[0]
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = direct_and_after(x, format, True, True, (True, True))[0]
+    graph, (found, *_) = capture(lambda: direct_and_after(x, format, True, True, (True, True)))
     graph.replay()
     assert_same(found, wanted)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cuda_arrays import recordings
 from documented import run_documented
 from same_tensors import assert_equal
 
@@ -52,19 +53,6 @@ def trained(recipe, mode):
         optimizer.step()
         optimizer.zero_grad()
     return losses, [p.detach().dequantize() if hasattr(p, "codes") else p.detach().clone() for p in model.parameters()]
-
-
-def recordings():
-    """The number of CUDA graphs that torch.compile has recorded so far."""
-    from torch._inductor.cudagraph_trees import get_manager
-
-    manager = get_manager(torch.cuda.current_device(), create_if_none_exists=False)
-    nodes = [] if manager is None or manager.roots is None else list(manager.get_roots())
-    count = 0
-    while nodes:
-        count += 1
-        nodes += [child for children in nodes.pop().children.values() for child in children]
-    return count
 
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4"])

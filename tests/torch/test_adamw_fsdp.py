@@ -71,14 +71,19 @@ def with_initial(weights, format):
     return quantities
 
 
-def run_whole(weights, format, options):
-    """The unsharded model after the steps, and the state dict of its optimizer."""
-    model = Model(with_initial(weights, format))
+def stepped(model, options):
+    """The optimizer of a model after the steps."""
     optimizer = bfp.AdamW(model.parameters(), **options)
     for step in range(STEPS):
         give_gradients(model, step)
         optimizer.step()
-    return model, optimizer
+    return optimizer
+
+
+def run_whole(weights, format, options):
+    """The unsharded model after the steps, and the state dict of its optimizer."""
+    model = Model(with_initial(weights, format))
+    return model, stepped(model, options)
 
 
 def whole_results(model):
@@ -100,10 +105,7 @@ def assert_same_state(state, expected):
 def sharded(rank, mesh_shape, weights, format, options, expected, expected_plain, expected_state):
     model = Model(with_initial(weights, format))
     shard_all(model, device_mesh(mesh_shape))
-    optimizer = bfp.AdamW(model.parameters(), **options)
-    for step in range(STEPS):
-        give_gradients(model, step)
-        optimizer.step()
+    optimizer = stepped(model, options)
     assert all(sharding.local_of(layer.weight).initial is None for layer in model.layers)
     assert_same_state(optimizer.state_dict()["state"], expected_state)
     model(inputs_for(rank, 300)).backward()
@@ -210,10 +212,7 @@ def distributed_state(rank, weights, format, options, expected):
     """torch's own functions for an optimizer's distributed state, there and back."""
     model = Model(with_initial(weights, format))
     shard_all(model, device_mesh((4,)))
-    optimizer = bfp.AdamW(model.parameters(), **options)
-    for step in range(STEPS):
-        give_gradients(model, step)
-        optimizer.step()
+    optimizer = stepped(model, options)
     state = get_optimizer_state_dict(model, optimizer)
     other = bfp.AdamW(model.parameters(), **options)
     set_optimizer_state_dict(model, other, state)

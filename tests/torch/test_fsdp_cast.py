@@ -1,12 +1,11 @@
 """Weights in high precision that FSDP2 gathers quantized: the same bits as the whole weight quantized, every optimizer step."""
 
 import copy
-import io
 
 import pytest
 import threaded
 import torch
-from arrays import tensors_of
+from arrays import tensors_of, through_a_file
 from blockfp.torch_backend.quantized_tensor.sharding import local_of, region_of
 from same_tensors import assert_equal
 from sharded import GEOMETRIES
@@ -111,10 +110,12 @@ def test_alone_it_is_its_values():
         # FSDP2 and autocast do without casts of it; modules don't, and keep what these give.
         assert type(weight.bfloat16()) is bfp.CastWeight
         assert type(weight.int()) is type(torch.empty_like(weight, dtype=torch.bfloat16)) is torch.Tensor
-    file = io.BytesIO()
-    torch.save(weight, file)
-    file.seek(0)
-    for other in (copy.deepcopy(weight), weight.clone(), weight.to("cpu", copy=True), torch.load(file, weights_only=True)):
+    for other in (
+        copy.deepcopy(weight),
+        weight.clone(),
+        weight.to("cpu", copy=True),
+        through_a_file(weight, weights_only=True),
+    ):
         assert isinstance(other, bfp.CastWeight)
         assert torch.equal(other.values, weight.values)
         assert other.values.data_ptr() != weight.values.data_ptr()

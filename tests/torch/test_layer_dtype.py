@@ -1,12 +1,12 @@
 """Layers cast by `module.to(dtype)`, and torch's default dtype and device: codes and original values don't change."""
 
 import copy
-import io
 from contextlib import contextmanager
 
 import pytest
 import threaded
 import torch
+from arrays import through_a_file
 from blockfp.torch_backend.quantized_tensor.sharding import local_of, own_part
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -230,10 +230,7 @@ def results(model, recipe, weights):
         found += [y.detach(), x.grad]
     with bfp.observe(model):
         model(X)
-    file = io.BytesIO()
-    torch.save((model.state_dict(), optimizer.state_dict()), file)
-    file.seek(0)
-    states, steps = torch.load(file)
+    states, steps = through_a_file((model.state_dict(), optimizer.state_dict()))
     model.load_state_dict(states)
     optimizer.load_state_dict(steps)
     found += model.state_dict().values()

@@ -1,12 +1,11 @@
 """`QuantizedTensor` as a tensor: its parts, its op table, what it refuses, how it is copied and saved."""
 
 import copy
-import io
 
 import numpy as np
 import pytest
 import torch
-from arrays import values
+from arrays import through_a_file, values
 from blockfp.torch_backend.quantized_tensor.geometry import Base
 from held_formats import FORMATS
 from same_tensors import assert_equal
@@ -42,10 +41,7 @@ def test_copies_and_pickles(format):
         assert_equal(other, q)
         assert other.codes.data_ptr() != q.codes.data_ptr()
     assert q.detach().codes.data_ptr() == q.codes.data_ptr()
-    file = io.BytesIO()
-    torch.save({"weight": torch.nn.Parameter(q)}, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)["weight"]
+    loaded = through_a_file({"weight": torch.nn.Parameter(q)}, weights_only=True)["weight"]
     assert_equal(loaded, q)
     assert isinstance(loaded, torch.nn.Parameter)
 
@@ -132,10 +128,7 @@ def test_initial_values_follow_the_rows():
         assert other.initial.data_ptr() != x.data_ptr()
     assert q.mT.initial is None
     assert torch.empty_like(q).initial is None
-    file = io.BytesIO()
-    torch.save(q, file)
-    file.seek(0)
-    assert torch.load(file, weights_only=True).initial is None
+    assert through_a_file(q, weights_only=True).initial is None
     weight.detach().initial = None
     assert weight.initial is None
     for wrong in (x[0], x.int(), x.to("meta")):
@@ -157,10 +150,7 @@ def test_initial_values_follow_the_rows():
 def test_a_shard_remembers_its_place_in_copies_and_pickles(format):
     whole = bfp.quantize(tensor((150, 64)), format)
     part = whole.split(40)[1]
-    file = io.BytesIO()
-    torch.save(part, file)
-    file.seek(0)
-    for other in (part, part.clone(), copy.deepcopy(part), part.to("cpu", copy=True), torch.load(file, weights_only=True)):
+    for other in (part, part.clone(), copy.deepcopy(part), part.to("cpu", copy=True), through_a_file(part, weights_only=True)):
         assert_equal(other, part)
         assert other.origin == (40, 0)
         assert other.geometry.base == Base((150, 64), (0, 0))
