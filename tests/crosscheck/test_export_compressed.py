@@ -29,9 +29,6 @@ def test_names_that_compressed_tensors_would_take_for_classes(tmp_path):
     assert group["targets"] == ["re:^Linear$", "a.0"]
 
 
-# ---- held against the library, where it is installed
-
-
 @pytest.fixture(scope="module")
 def library():
     return pytest.importorskip("compressed_tensors", reason="pip install compressed-tensors")

@@ -33,8 +33,6 @@ def assert_trains_alike(model, compiled, by, x):
         torch.testing.assert_close(got, wanted)
 
 
-# ---- lengths that are left open
-
 CHAINS = {
     "layers": lambda **options: nn.Sequential(bfp.Linear(64, 64, **options), bfp.Linear(64, 64, bias=False, **options)),
     "MLP": lambda **options: nn.Sequential(bfp.LayerNormMLP(64, 64, **options), bfp.LayerNormLinear(64, 64, **options)),
@@ -67,9 +65,6 @@ def test_a_graph_of_operations(mode, recipe, weights):
         graph = run(state, inputs(4))
         x = inputs(7 if mode == "symbolic" else 4) * 2
         assert torch.equal(graph(state, x), model(x))
-
-
-# ---- the cache on disk
 
 
 @WEIGHTS

@@ -152,9 +152,6 @@ def test_on_a_mesh(order, weights):
             assert torch.equal(y, want.chunk(2, -1)[rank % 2] if "cut" in order else want)
 
 
-# ---- torch.set_default_dtype, in which Fabric, torchtune and transformers make models and Fabric runs them
-
-
 def trained(dtype, recipe, weights, rows):
     """What a layer gives in two steps under a default dtype; `rows` makes a shape of its own, whose plans are new."""
     values = nn.Linear(64, 48, dtype=torch.float32, device="meta").to_empty(device="cpu")

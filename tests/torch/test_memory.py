@@ -101,9 +101,6 @@ def x_of(*batch):
     return values((*batch, T, D), 0, torch.bfloat16).requires_grad_()
 
 
-# ---- eager
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_transformer_layer_keeps_codes_of_what_nothing_else_keeps(name):
     layer, x = transformer(name), x_of(1)
@@ -189,9 +186,6 @@ def test_a_weight_that_is_cast_at_use_is_kept_once(name, compiled):
         assert sizes[torch.uint8] == (0 if compiled else code_bytes(name, (T, D), (T, F_)))
         results.append([y, *gradients(module, y, x)])
     assert_equal(*results)
-
-
-# ---- compiled
 
 
 def run_compiled(module, x, backend=COMPILER):

@@ -87,9 +87,6 @@ def test_processes_over_gloo():
     gloo.run(2, __file__, "on_processes")
 
 
-# ---- gradients
-
-
 class Product(nn.Module):
     def __init__(self):
         super().__init__()
@@ -182,9 +179,6 @@ def test_another_recipe_in_the_middle_of_a_run():
         run.backward(loss_of)
 
 
-# ---- the norm
-
-
 def test_clipping_as_torch_does():
     generator = torch.Generator().manual_seed(0)
     shapes = [(300, 7), (5,), (), (0, 3)]
@@ -239,9 +233,6 @@ def test_a_norm_that_is_not_finite(value):
 
 def test_no_gradients():
     assert bfp.clip_grad_norm_([torch.zeros(3, requires_grad=True)], 1.0) == 0
-
-
-# ---- refusals
 
 
 def test_units_that_do_not_fit():

@@ -24,9 +24,6 @@ def weight(weights):
     return bfp.Linear(32, 32, recipe="mxfp8", weights=weights, bias=False).weight.detach()
 
 
-# ---- memory
-
-
 @BOTH
 @pytest.mark.parametrize(
     "read",
@@ -111,9 +108,6 @@ def test_results_go_into_weights():
     assert torch.equal(indices, x.sort().indices)
 
 
-# ---- parts
-
-
 def codes(shape, format, seed, scale=1.0):
     return bfp.quantize(scale * values(shape, seed), format)
 
@@ -154,9 +148,6 @@ def test_a_part_of_a_weight_with_originals_is_not_written():
         layer.weight[1].copy_(bfp.quantize(torch.ones(64, 32), "mxfp8_e4m3_32x32"))
 
 
-# ---- writes that a backward has to know of
-
-
 def stepped(optimizer, **options):
     def write(model):
         params = list(model.parameters())
@@ -193,9 +184,6 @@ def test_a_backward_of_weights_that_were_written_since_raises(name, recipe, weig
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         before.backward()
     model(X.clone().requires_grad_()).sum().backward()
-
-
-# ---- inference mode, where operations come that are made of others
 
 
 @BOTH
@@ -262,9 +250,6 @@ def test_transposes_in_inference_mode(name):
     with torch.inference_mode():
         for flipped in (q.t(), q.transpose(0, 1), q.permute(1, 0), q.mT, q.T):
             assert torch.equal(flipped.dequantize(), expected)
-
-
-# ---- fake tensors, by which the memory of a run is estimated
 
 
 @BOTH

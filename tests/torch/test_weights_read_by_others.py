@@ -134,9 +134,6 @@ def test_torchs_own_parallel_styles_are_refused(weights):
     assert None not in errors
 
 
-# ---- counted
-
-
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_delayed", "fp8_block"])
 @BOTH
 def test_flops_are_torchs(recipe, weights):
@@ -155,9 +152,6 @@ def test_flops_of_groups():
     with FlopCounterMode(display=False) as counter:
         layer(X[0].clone().requires_grad_(), [3, 0, 2]).sum().backward()
     assert counter.get_total_flops() == 3 * 2 * 5 * 32 * 64
-
-
-# ---- drawn
 
 
 INITS = {
@@ -245,9 +239,6 @@ def test_shards_are_drawn_as_the_whole(recipe):
     results = threaded.run(2, drawn_shard, recipe)
     assert torch.equal(torch.cat([own for own, _, _ in results]), results[0][1])
     assert all("blockfp.torch.init_(parameter, function) with the parameter itself" in refused for _, _, refused in results)
-
-
-# ---- written and read
 
 
 def stepped(optimizer, layer, **options):
