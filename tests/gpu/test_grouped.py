@@ -1,7 +1,9 @@
 """Rows in groups and experts that ranks share, on GPUs: bits of each group by itself, products, graphs."""
 
+import functools
 import warnings
 
+import arrays
 import gloo
 import pytest
 import torch
@@ -22,9 +24,7 @@ ALL_AT_ONCE = [name for name in recipes.RECIPES if name not in ("fp8_row", "mxfp
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-def values(shape, seed=0, dtype="bfloat16", scale=1.0):
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
-    return x.to(getattr(torch, dtype))
+values = functools.partial(arrays.values, dtype=torch.bfloat16)
 
 
 def ends_of(counts):
@@ -77,7 +77,7 @@ def test_bits_are_those_of_the_groups_by_themselves(name, dtype):
     assert cuda_library.available(), cuda_library.status()
     format, tokens = formats.Format.parse(name), sum(COUNTS) + 9
     for features in (256, 200, 77):
-        x = values((tokens, features), dtype=dtype)
+        x = values((tokens, features), dtype=getattr(torch, dtype))
         words = cuda_groups.group_rows(ends_of(COUNTS), tokens)
         both = cuda_groups.quantize_groups(x.cuda(), words, len(COUNTS), format, format)
         rows = cuda_groups.quantize_groups(x.cuda(), words, len(COUNTS), format, None)
@@ -181,7 +181,7 @@ def test_layers_on_both_devices(recipe):
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "mxfp8"])
 def test_other_dtypes(recipe, dtype):
     layer, tokens = layer_of(recipe, getattr(torch, dtype)), sum(COUNTS)
-    x, gradient = values((tokens, 256), 4, dtype).cuda(), values((tokens, 384), 5, dtype).cuda()
+    x, gradient = (values((tokens, n), seed, dtype=getattr(torch, dtype)).cuda() for n, seed in ((256, 4), (384, 5)))
     here = bfp.GroupedLinear(len(COUNTS), 256, 384, recipe=recipe, dtype=getattr(torch, dtype))
     here.load_state_dict({name: value.cpu() for name, value in layer.state_dict().items()})
     with warnings.catch_warnings():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from arrays import values
 from blockfp.torch_backend.custom_ops import cuda, linear_ops, ops, quantize_plans
 from blockfp.torch_backend.custom_ops.operand_ops import tensor_amax
 from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
@@ -149,14 +150,10 @@ def test_a_cast_is_shared_in_a_graph_and_made_again_by_each_replay():
 ONE_OF_EACH = ("fp8_e4m3", "fp8_e5m2_128x128", "mxfp8_e4m3", "mxfp6_e3m2_32x32", "mxfp4_e2m1", "mxint8_floor", "nvfp4")
 
 
-def values(shape=(37, 80)):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to("cuda", torch.bfloat16)
-
-
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_opcheck(name):
     assert cuda_library.available(), cuda_library.status()
-    x = values()
+    x = values((37, 80), dtype=torch.bfloat16, device="cuda")
     for key in (None, torch.tensor([7, 9], dtype=torch.int64, device="cuda")):
         torch.library.opcheck(ops.quantize, (x, name, key))
     q = bfp.quantize(x, name)
@@ -166,7 +163,7 @@ def test_opcheck(name):
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_compiles_whole(name):
     torch._dynamo.reset()
-    x = values()
+    x = values((37, 80), dtype=torch.bfloat16, device="cuda")
     compiled = torch.compile(lambda x: bfp.quantize(x, name).dequantize(torch.float32), fullgraph=True, backend="aot_eager")
     expected = bfp.quantize(x, name).dequantize(torch.float32)
     assert torch.equal(compiled(x).view(torch.int32), expected.view(torch.int32))
@@ -174,10 +171,10 @@ def test_compiles_whole(name):
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_graph_capture(name):
-    x = values((128, 256))
+    x = values((128, 256), dtype=torch.bfloat16, device="cuda")
     bfp.quantize(x, name)
     graph, q = capture(lambda: bfp.quantize(x, name))
-    x.copy_(3 * values((128, 256)).flip(0))
+    x.copy_(3 * x.flip(0))
     graph.replay()
     torch.cuda.synchronize()
     expected = bfp.quantize(x, name)
