@@ -168,11 +168,7 @@ def test_transposed():
             ValueError,
             r"StridedShard\(0, 3\) on mesh axis 'tp' would give a rank several separate runs of array axis 0.*must be 1",
         ),
-        (
-            lambda: Sharding((4, 4), Mesh((2, 4)), (StridedShard(0, 3), Shard(0))),
-            ValueError,
-            "split_factor must be 1 or 4",
-        ),
+        (lambda: Sharding((4, 4), Mesh((2, 4)), (StridedShard(0, 3), Shard(0))), ValueError, "split_factor must be 1 or 4"),
     ],
 )
 def test_what_does_not_fit_is_named(make, error, message):

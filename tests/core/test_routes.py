@@ -85,21 +85,25 @@ def test_every_recipe_multiplies_in_bfloat16_or_better(name, capability):
         assert route.dtype in ("bfloat16", None)
 
 
-def test_hopper_takes_any_lengths_and_names_those_that_cost():
+LENGTHS = [
+    (HOPPER, 33, 48, "tensor", "n = 33 is no multiple of 8"),
+    (HOPPER, 32, 40, "tensor", "k = 40 is no multiple of 16"),
+    (BLACKWELL, 33, 48, "dequantize", "n = 33"),
+    (BLACKWELL, 32, 40, "dequantize", "k = 40"),
+    (BLACKWELL, 32, 48, "tensor", ""),
+]
+
+
+@pytest.mark.parametrize(("capability", "n", "k", "mode", "named"), LENGTHS)
+def test_lengths_that_cost_or_are_dequantized_are_named(capability, n, k, mode, named):
+    route = routes.route("fp8_e4m3", "fp8_e4m3", platform="cuda", capability=capability, n=n, k=k)
+    assert route.mode == mode
+    assert named in route.reason
+
+
+def test_hopper_takes_blocks_of_any_lengths():
     fits = routes.route("fp8_e4m3_1x128", "fp8_e4m3_128x128", platform="cuda", capability=HOPPER, m=77, n=32, k=48)
     assert (fits.mode, fits.reason.count(";")) == ("block", 0)
-    for n, k, named in ((33, 48, "n = 33 is no multiple of 8"), (32, 40, "k = 40 is no multiple of 16")):
-        route = routes.route("fp8_e4m3", "fp8_e4m3", platform="cuda", capability=HOPPER, n=n, k=k)
-        assert route.mode == "tensor"
-        assert named in route.reason
-
-
-def test_lengths_that_do_not_fit_are_dequantized_and_named():
-    assert routes.route("fp8_e4m3", "fp8_e4m3", platform="cuda", capability=BLACKWELL, n=32, k=48).mode == "tensor"
-    for n, k, named in ((33, 48, "n = 33"), (32, 40, "k = 40")):
-        route = routes.route("fp8_e4m3", "fp8_e4m3", platform="cuda", capability=BLACKWELL, n=n, k=k)
-        assert route.mode == "dequantize"
-        assert named in route.reason
 
 
 def test_without_the_library_codes_are_dequantized():

@@ -101,8 +101,7 @@ def test_nvfp4_in_fp32_is_within_2_ulp(format, library, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("format", "value", "message"),
-    [("mxfp4_e2m1", float("nan"), "has NaN scales"), ("nvfp4", 1e-37, "has no finite inverse")],
+    ("format", "value", "message"), [("mxfp4_e2m1", float("nan"), "has NaN scales"), ("nvfp4", 1e-37, "has no finite inverse")]
 )
 def test_scales_that_compressed_tensors_cannot_hold(format, value, message, tmp_path):
     model = model_of(format, SHAPES)

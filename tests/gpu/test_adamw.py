@@ -8,10 +8,7 @@ import torch
 from adamw_cases import FUSED, Parameter, table
 from any_scales import scales_of
 from arrays import values
-from blockfp.torch_backend.custom_ops import (
-    cuda,
-    cuda_adamw,
-)
+from blockfp.torch_backend.custom_ops import cuda, cuda_adamw
 from cuda_arrays import assert_same, to_gpu, to_numpy
 from same_bits import assert_same_bits
 from same_tensors import assert_equal

@@ -147,8 +147,7 @@ def test_the_library_multiplies_as_the_values_do(a, b, shape):
 
 
 @pytest.mark.parametrize(
-    ("a", "b"),
-    [("fp8_e5m2", "fp8_e5m2"), ("fp8_e4m3_1x128", "fp8_e4m3_128x128"), ("fp8_e4m3_128x128", "fp8_e5m2_1x128")],
+    ("a", "b"), [("fp8_e5m2", "fp8_e5m2"), ("fp8_e4m3_1x128", "fp8_e4m3_128x128"), ("fp8_e4m3_128x128", "fp8_e5m2_1x128")]
 )
 @pytest.mark.parametrize("shape", [(77, 33, 41), (3, 200, 520)])
 def test_hopper_multiplies_any_lengths(a, b, shape):

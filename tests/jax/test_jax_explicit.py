@@ -18,9 +18,7 @@ import blockfp.jax as bfp
 from blockfp.definition import numerics
 from blockfp.formats import Format
 
-pytestmark = [
-    pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices"),
-]
+pytestmark = [pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")]
 # Cut along blocks and inside them, evenly for some of codes, scales and values and not for others.
 CUTS = [((128, 256), P("d")), ((128, 256), P(None, "d")), ((128, 256), P("d", "e")), ((72, 40), P(None, ("d", "e")))]
 ONE_OF_EACH = ("fp8_e4m3", "fp8_e5m2_128x128", "mxfp6_e3m2_32x32", "mxint8", "nvfp4")

@@ -239,13 +239,7 @@ def test_a_gpu_gets_one_call_for_all_groups(recipe, arrays, kernels, monkeypatch
 
 
 # Calls that quantize groups, and that align operands.
-CALLS = {
-    "mxfp8": (2, 6),
-    "mxfp6": (2, 6),
-    "mxfp4": (2, 6),
-    "mxfp4_rotated": (2, 6),
-    "nvfp4_4over6": (2, 0),
-}
+CALLS = {"mxfp8": (2, 6), "mxfp6": (2, 6), "mxfp4": (2, 6), "mxfp4_rotated": (2, 6), "nvfp4_4over6": (2, 0)}
 CALLS[QAT.name] = (1, 0)
 
 

@@ -179,11 +179,7 @@ def test_bad_leaves():
 
 # Bits are held in programs that XLA optimizes as it does for users.
 
-MESHES = {
-    "FSDP 8": ("FSDP 8",),
-    "HSDP 2x4": ("HSDP 2x4",),
-    "FSDP 4 x TP 2": ("FSDP 4 x TP 2, column", "FSDP 4 x TP 2, row"),
-}
+MESHES = {"FSDP 8": ("FSDP 8",), "HSDP 2x4": ("HSDP 2x4",), "FSDP 4 x TP 2": ("FSDP 4 x TP 2, column", "FSDP 4 x TP 2, row")}
 
 WEIGHTS_ALONE = Recipe("weights alone", *(HIGH_PRECISION,) * 6)
 

@@ -223,10 +223,7 @@ def lent(*shape, dtype="float32"):
             lambda f: f.rotate(lent(64), lent(64), FP32),
             r"x must have two or more axes and 32 bits an element; it is float32 \[64\] on cpu",
         ),
-        (
-            lambda f: f.rotate(lent(4, 64), lent(64, 4).T, FP32),
-            r"it is float32 \[4, 64\] on cpu, not contiguous",
-        ),
+        (lambda f: f.rotate(lent(4, 64), lent(64, 4).T, FP32), r"it is float32 \[4, 64\] on cpu, not contiguous"),
         (lambda f: f.adamw(lent(1, 3, dtype="int64")), r"table must have this library's rows, .* int64 \[1, 3\] on cpu"),
         (
             lambda f: f.dequantize_arrays(lent(4, 64, dtype="uint8"), lent(3, 1), lent(0), lent(4, 64), 2, *FP8, 0, 0),

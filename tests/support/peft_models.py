@@ -4,14 +4,7 @@ import torch
 from hf_experts import LATENT, with_biases
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import blockfp.torch as bfp
 from blockfp.integrations.peft import register

@@ -116,9 +116,7 @@ def sharded(rank, mesh_shape, weights, format, options, expected, expected_plain
 
 
 @pytest.mark.parametrize(
-    ("format", "mesh"),
-    [*((format, "fsdp4") for format in FORMATS), *((format, "hsdp2x2") for format in GEOMETRIES)],
-    ids=str,
+    ("format", "mesh"), [*((format, "fsdp4") for format in FORMATS), *((format, "hsdp2x2") for format in GEOMETRIES)], ids=str
 )
 def test_gathered_weights_are_the_masters_quantization(format, mesh):
     """Aligned, uneven, straddling and empty shards (`shapes_for`) after three steps."""

@@ -10,18 +10,7 @@ from blockfp.torch_backend.weights.requantize import requantize_
 from held_formats import FORMATS, OTHER_CHOICES
 from same_tensors import assert_equal
 from sharded import GEOMETRIES
-from small_model import (
-    Side,
-    assert_gathered,
-    device_mesh,
-    inputs_for,
-    quantized,
-    shapes_for,
-    shard,
-    train,
-    update,
-    weights_for,
-)
+from small_model import Side, assert_gathered, device_mesh, inputs_for, quantized, shapes_for, shard, train, update, weights_for
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard

@@ -19,11 +19,7 @@ import blockfp.torch as bfp
 from blockfp import recipes
 from blockfp.recipes import Cast
 
-ACTIVATIONS = {
-    "silu": F.silu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu": F.gelu,
-}
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "gelu": F.gelu}
 LAYOUTS = ("alone", "apart", "halves", "pairs")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

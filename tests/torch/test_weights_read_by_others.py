@@ -162,11 +162,7 @@ INITS = {
     "zeros_": nn.init.zeros_,
     "constant_": partial(nn.init.constant_, val=0.3),
 }
-STEPS = {
-    "trunc_normal_": partial(nn.init.trunc_normal_, std=0.02),
-    "orthogonal_": nn.init.orthogonal_,
-    "eye_": nn.init.eye_,
-}
+STEPS = {"trunc_normal_": partial(nn.init.trunc_normal_, std=0.02), "orthogonal_": nn.init.orthogonal_, "eye_": nn.init.eye_}
 
 
 def drawn(function):
