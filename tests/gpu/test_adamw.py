@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from adamw_cases import FUSED, Parameter, table
-from any_scales import scales_of
+from any_scales import requantized, scales_of, shard_of_a_whole
 from arrays import values
 from blockfp.torch_backend.custom_ops import cuda, cuda_adamw
 from cuda_arrays import assert_same, to_gpu, to_numpy
@@ -304,24 +304,17 @@ def test_steps_count_and_arrays_are_checked_in_one_call():
     assert next(iter(optimizer._tables.values())) is not table
 
 
-KINDS = ("bf16_valued", "exponents", "special", "subnormal", "huge")
-SHAPES = ((133, 150), (2, 3, 33, 47), (64, 256), (0, 32))
-
-
 def on_gpu(parts):
     return [None if part is None else torch.tensor(np.asarray(part), device="cuda") for part in parts]
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_every_kind_of_input_and_scale(format):
-    for number, kind in enumerate(KINDS):
-        for shape in SHAPES:
-            x, scales = sample(kind, shape), scales_of(shape, format, number)
-            for key in (None, (0xDEADBEEF, 7)):
-                got = cuda.requantize(to_gpu(x), format, *on_gpu(scales), key=key)
-                assert_same(got, numerics.requantize(x, format, *scales, key=key), f"{format} {kind} {shape} {key}")
-            codes, expected = cuda.encode(to_gpu(x), format, *on_gpu(scales)), numerics.encode(x, format, *scales)
-            assert_same((codes, None, None), (expected, None, None), f"{format} {kind} {shape} encode")
+    for x, scales, key in requantized(format, ((133, 150), (2, 3, 33, 47), (64, 256), (0, 32))):
+        got = cuda.requantize(to_gpu(x), format, *on_gpu(scales), key=key)
+        assert_same(got, numerics.requantize(x, format, *scales, key=key), f"{format} {x.shape} {key}")
+        codes, expected = cuda.encode(to_gpu(x), format, *on_gpu(scales)), numerics.encode(x, format, *scales)
+        assert_same((codes, None, None), (expected, None, None), f"{format} {x.shape} encode")
     strided = sample("gaussian", (150, 133))
     got = cuda.requantize(to_gpu(strided).mT, format, *on_gpu(scales_of((133, 150), format, 0)), key=1)
     assert_same(got, numerics.requantize(strided.T, format, *scales_of((133, 150), format, 0), key=1), f"{format} strided")
@@ -329,11 +322,7 @@ def test_every_kind_of_input_and_scale(format):
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_a_shard_with_amaxes_of_the_whole(format):
-    whole, place = sample("bf16_valued", (190, 290)), {"origin": (7, 24), "shape": (190, 290), "key": 11}
-    x = np.ascontiguousarray(whole[7:52, 24:96])
-    scales, found = scales_of(x.shape, format, 0, (7, 24)), numerics.amax(whole, format)
-    amax = numerics.amax(x, format, origin=(7, 24))
-    amax = found if format.block is None else amax._replace(tensor=found.tensor, blocks=amax.blocks + (1 << 22))
+    x, scales, amax, place = shard_of_a_whole(format)
     got = cuda.requantize(to_gpu(x), format, *on_gpu(scales), amax=numerics.Amax(*on_gpu(amax)), **place)
     assert_same(got, numerics.requantize(x, format, *scales, amax=amax, **place), str(format))
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from adamw_cases import FUSED, Parameter, table
-from any_scales import scales_of
+from any_scales import requantized, shard_of_a_whole
 from held_formats import FORMATS
 from same_bits import assert_same_bits
 from samples import bits_of, sample
@@ -107,7 +107,6 @@ def test_what_a_row_refuses():
 
 
 EVERY_INSTRUCTION_SET = pytest.mark.usefixtures("instruction_set")
-KINDS = ("bf16_valued", "exponents", "special", "subnormal", "huge")
 
 
 @pytest.fixture(params=native.instruction_sets() if native.available() else ())
@@ -120,30 +119,19 @@ def instruction_set(request):
 @EVERY_INSTRUCTION_SET
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_every_kind_of_input_and_scale(format):
-    for number, kind in enumerate(KINDS):
-        for shape in ((133, 150), (2, 3, 33, 47), (0, 32)):
-            x = sample(kind, shape)
-            scales = scales_of(shape, format, number)
-            for key in (None, (0xDEADBEEF, 7)):
-                got = native.requantize(x, format, *scales, key=key)
-                assert_same_bits(tuple(got), tuple(numerics.requantize(x, format, *scales, key=key)), f"{kind} {shape} {key}")
+    for x, scales, key in requantized(format, ((133, 150), (2, 3, 33, 47), (0, 32))):
+        assert_same_bits(native.requantize(x, format, *scales, key=key), numerics.requantize(x, format, *scales, key=key))
     own = numerics.quantize(sample("gaussian", (70, 290)), format)
     y = numerics.dequantize(*own, format, "float32", columns=290) * np.float32(1.001)
-    assert_same_bits(
-        tuple(native.requantize(y, format, *own[1:], key=3)), tuple(numerics.requantize(y, format, *own[1:], key=3))
-    )
+    assert_same_bits(native.requantize(y, format, *own[1:], key=3), numerics.requantize(y, format, *own[1:], key=3))
 
 
 @EVERY_INSTRUCTION_SET
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_a_shard_with_amaxes_of_the_whole(format):
-    whole, place = sample("bf16_valued", (190, 290)), {"origin": (7, 24), "shape": (190, 290), "key": 11}
-    x = whole[7:52, 24:96]
-    scales, found = scales_of(x.shape, format, 0, (7, 24)), numerics.amax(whole, format)
-    amax = numerics.amax(x, format, origin=(7, 24))
-    amax = found if format.block is None else amax._replace(tensor=found.tensor, blocks=amax.blocks + (1 << 22))
+    x, scales, amax, place = shard_of_a_whole(format)
     got = native.requantize(x, format, *scales, amax=amax, **place)
-    assert_same_bits(tuple(got), tuple(numerics.requantize(x, format, *scales, amax=amax, **place)))
+    assert_same_bits(got, numerics.requantize(x, format, *scales, amax=amax, **place))
 
 
 @EVERY_INSTRUCTION_SET

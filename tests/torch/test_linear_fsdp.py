@@ -72,15 +72,20 @@ def test_gradients_are_those_of_the_unsharded_model(name, weights, monkeypatch):
                 torch.testing.assert_close(got, want / 4, rtol=1e-5, atol=1e-6)
 
 
-def trained(rank, name, shape):
-    """Three steps with AdamW; the shard's codes, and where they lie."""
-    model = shard(model_of(name), mesh_of(shape))
+def stepped(model):
+    """A model after three steps with AdamW."""
     optimizer = bfp.AdamW(model.parameters(), lr=1e-2)
     for step in range(3):
         model(inputs(0, step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         bfp.update_scales(model)
+    return model
+
+
+def trained(rank, name, shape):
+    """Three steps with AdamW; the shard's codes, and where they lie."""
+    model = stepped(shard(model_of(name), mesh_of(shape)))
     return [
         (local_of(p).codes.clone(), region_of(p).slices) for p in (layer.weight for layer in model if hasattr(layer, "weight"))
     ]
@@ -89,13 +94,7 @@ def trained(rank, name, shape):
 @pytest.mark.parametrize("name", ["fp8_delayed", "fp8_block", "mxfp8"])
 def test_training_is_that_of_the_unsharded_model(name):
     """All ranks see the same batch: gradients differ by the rounding of their mean alone, which is exact for four."""
-    model = model_of(name)
-    optimizer = bfp.AdamW(model.parameters(), lr=1e-2)
-    for step in range(3):
-        model(inputs(0, step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        bfp.update_scales(model)
+    model = stepped(model_of(name))
     whole = [layer.weight.codes for layer in model if hasattr(layer, "weight")]
     for shards in threaded.run(4, trained, name, (4,)):
         for (codes, slices), want in zip(shards, whole, strict=True):
