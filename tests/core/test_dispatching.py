@@ -87,7 +87,7 @@ def test_blocks_of_several_rows_are_refused():
         dispatching.check_rows(Format.parse("fp8_e4m3_128x128"))
 
 
-def values(q, format, columns):
+def dequantized(q, format, columns):
     return numerics.dequantize(*q, format, "float32", columns=columns).astype(np.float64)
 
 
@@ -99,7 +99,7 @@ def test_a_value_that_stays_normal_is_the_same_columnwise(format, seed, spread):
     x = random.standard_normal((77, 96)) * 2.0 ** random.integers(-spread - 1, 1, (77, 1))
     row = numerics.quantize(x.astype(np.float32), parsed)
     column = recoding.columnwise(row, parsed, parsed, columns=96)
-    seen, turned = values(row, parsed, 96).T, values(column, parsed, 77)
+    seen, turned = dequantized(row, parsed, 96).T, dequantized(column, parsed, 77)
     scales = np.repeat(column.scales, parsed.block[1], -1)[:, :77]
     scales = scales if scales.dtype == np.float32 else 2.0 ** (scales.astype(np.int64) - 127)
     element = ml_dtypes.finfo(getattr(ml_dtypes, "float8_e4m3fn" if "e4m3" in format else "float8_e5m2"))
@@ -119,7 +119,7 @@ def test_the_columnwise_form_is_a_function_of_codes(format):
         assert np.array_equal(column.codes, row.codes.T)
         assert np.array_equal(column.scales, row.scales)
     else:
-        expected = numerics.quantize(values(row, parsed, 64).T.astype(np.float32), parsed)
+        expected = numerics.quantize(dequantized(row, parsed, 64).T.astype(np.float32), parsed)
         for part, wanted in zip(column, expected, strict=True):
             assert np.array_equal(part, wanted)
 
@@ -129,9 +129,9 @@ def test_nan_stays():
     x[3, 5] = np.nan
     row = numerics.quantize(x, "mxfp8_e4m3")
     column = recoding.columnwise(row, "mxfp8_e4m3", "mxfp8_e4m3", columns=32)
-    assert np.isnan(values(column, "mxfp8_e4m3", 40)[5, 3])
+    assert np.isnan(dequantized(column, "mxfp8_e4m3", 40)[5, 3])
     broken = Quantized(row.codes, np.full_like(row.scales, 255), None)
-    assert np.isnan(values(recoding.columnwise(broken, "mxfp8_e4m3", "mxfp8_e4m3", columns=32), "mxfp8_e4m3", 40)).all()
+    assert np.isnan(dequantized(recoding.columnwise(broken, "mxfp8_e4m3", "mxfp8_e4m3", columns=32), "mxfp8_e4m3", 40)).all()
 
 
 ENDS = (5, 5, 40, 168, 300)

@@ -44,7 +44,7 @@ def defined(x, counts, format, *, columnwise, keys=None, rotate=False, eps=0.0):
     return [part for part in parts if part is not None], ends
 
 
-def assert_same(found, wanted, ends, tokens, features, format, columnwise):
+def assert_same_groups(found, wanted, ends, tokens, features, format, columnwise):
     """Compares what belongs to groups: the zeros that fill them up too."""
     found, wanted = on_host(found), list(wanted)
     where = list(groups.groups_of(ends, tokens))
@@ -85,7 +85,7 @@ def test_bits_are_those_of_the_groups_by_themselves(name, dtype):
         for columnwise, found, alone in ((False, both.row, rows.row), (True, both.column, columns.column)):
             wanted, ends = defined(x, COUNTS, format, columnwise=columnwise)
             for parts in (found, alone):
-                assert_same(parts, wanted, ends, tokens, features, format, columnwise)
+                assert_same_groups(parts, wanted, ends, tokens, features, format, columnwise)
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4_e2m1", "mxfp8_e4m3", "fp8_e4m3"])
@@ -102,7 +102,7 @@ def test_random_bits_and_rotation_begin_with_each_group(name, rotate):
         found = cuda_groups.quantize_groups(x.cuda(), words, len(COUNTS), format, format, **options)
         for columnwise, parts in ((False, found.row), (True, found.column)):
             wanted, ends = defined(x, COUNTS, format, columnwise=columnwise, keys=keys, rotate=rotate)
-            assert_same(parts, wanted, ends, tokens, features, format, columnwise)
+            assert_same_groups(parts, wanted, ends, tokens, features, format, columnwise)
 
 
 def test_where_groups_lie():
