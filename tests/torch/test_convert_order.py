@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+import training
 from arrays import values
 from torch import nn
 
@@ -27,15 +28,8 @@ def net(dtype=torch.float32):
 
 
 def train(model, optimizer, steps=3):
-    losses = []
     x = values((16, 48), 1).to(next(model.parameters()).dtype)
-    for _ in range(steps):
-        loss = (model(x) - 1).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return training.train(optimizer, lambda _: (model(x) - 1).float().square().mean(), range(steps))
 
 
 def outcome(model, optimizer):

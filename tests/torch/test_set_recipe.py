@@ -7,6 +7,7 @@ import gloo
 import pytest
 import threaded
 import torch
+import training
 from arrays import tensors_of
 from blockfp.torch_backend.linear import scale_watch
 from same_tensors import assert_equal
@@ -38,14 +39,7 @@ def data(step, rank=0):
 
 
 def train(model, optimizer, steps, rank=0):
-    losses = []
-    for step in steps:
-        loss = (model(data(step, rank)) - 1).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return training.train(optimizer, lambda step: (model(data(step, rank)) - 1).square().mean(), steps)
 
 
 def weights(model):
