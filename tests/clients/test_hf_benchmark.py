@@ -13,8 +13,6 @@ pytest.importorskip("transformers")
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import hf_gpu
 
-pytest.importorskip("peft")
-
 
 @pytest.mark.parametrize("model", hf_gpu.CONFIGS)
 def test_eager_steps_of_recipes(model, capsys):
@@ -69,11 +67,13 @@ def rows(rank):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_every_contender_runs(world):
+    pytest.importorskip("peft")
     gloo.run(world, __file__, "rows")
 
 
 def test_shapes_are_those_of_gpt_oss_20b():
     """transformers' own defaults are those of the model of 117 billion."""
+    pytest.importorskip("peft")
     from transformers import GptOssForCausalLM
 
     sys.path.append(str(BENCHMARKS))

@@ -3,14 +3,16 @@
 import jax
 import numpy as np
 import pytest
-import torch
 from held_formats import FORMATS
 from same_bits import assert_same_bits, assert_same_parts
-from same_tensors import assert_equal
 from samples import sample
 
 import blockfp.jax as bfp
-import blockfp.torch as torch_face
+
+torch = pytest.importorskip("torch")
+from same_tensors import assert_equal  # noqa: E402
+
+import blockfp.torch as torch_face  # noqa: E402
 
 
 @pytest.mark.parametrize(

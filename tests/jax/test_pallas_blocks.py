@@ -1,7 +1,5 @@
-"""Pallas kernels without a GPU: blocks bit by bit against the definition, and every kernel lowered for CUDA."""
+"""A block as the Pallas kernels compute it, on plain arrays, bit by bit against the definition."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from blockfp.jax_backend.implementations.pallas import blocks
@@ -10,10 +8,6 @@ from samples import KINDS, all_patterns, sample
 
 from blockfp.definition import bits, layout, numerics, scaling
 from blockfp.formats import FORMATS, Format
-
-arrays = pytest.importorskip(
-    "blockfp.jax_backend.implementations.pallas.arrays", reason="Mosaic GPU can't be imported", exc_type=ImportError
-)
 
 EIGHT_BITS = [f for f in FORMATS if f.element.bits == 8]
 NVFP4 = [f for f in FORMATS if f.scale.two_level and not f.scale.four_over_six]
@@ -48,9 +42,8 @@ def test_codes_and_scales_of_8_bit_formats(format):
         for dtype in ("float32", "float16", "bfloat16"):
             decode = spread(blocks.decode_scale(expected.scales, format))
             decoded = blocks.values(layout.split_blocks(codes, format.block or x.shape), decode, format.element, dtype)
-            assert_same_bits(
-                layout.join_blocks(decoded, x.shape), numerics.dequantize(*expected, format, dtype, columns=x.shape[1])
-            )
+            values = numerics.dequantize(*expected, format, dtype, columns=x.shape[1])
+            assert_same_bits(layout.join_blocks(decoded, x.shape), values)
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid|underflow):RuntimeWarning")
@@ -106,77 +99,3 @@ def test_quotients_from_near_ones(units, monkeypatch):
     for dividend in (1.0, 448.0, 57344.0):
         pattern = bits.constant_bits(dividend)
         assert_same_bits(blocks.divide(pattern, divisors), bits.divide(np.full_like(divisors, pattern), divisors))
-
-
-def lower(function, *arguments):
-    check = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
-    exported = jax.export.export(jax.jit(function), platforms=["cuda"], disabled_checks=[check])(*arguments)
-    return exported.mlir_module().count("mosaic_gpu_v2")
-
-
-def shaped(shape, dtype="bfloat16"):
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-
-
-ROWWISE = (
-    "fp8_e4m3",
-    "fp8_e5m2_pow2",
-    "fp8_e4m3_1x128",
-    "fp8_e5m2_1x128_fp32",
-    "fp8_e4m3_128x128",
-    "mxfp8_e4m3",
-    "mxfp8_e5m2_floor",
-    "mxfp8_e4m3_32x32",
-    "mxint8",
-    "nvfp4",
-    "nvfp4_16x16",
-)
-
-
-@pytest.mark.parametrize("name", ROWWISE)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_rowwise(name, dtype):
-    format = Format.parse(name)
-    kernels = 2 if format.has_tensor_scale else 1  # amax and cast
-    for shape in ((256, 512), (2, 37, 45)) if dtype == "bfloat16" else ((256, 512),):
-        assert lower(lambda x: arrays.quantize(x, format), shaped(shape, dtype)) == kernels
-
-
-@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e4m3_1x128", "mxfp8_e4m3"])
-@pytest.mark.parametrize("operation", ["quantize_columnwise", "quantize_both"])
-def test_columnwise(name, operation):
-    format = Format.parse(name)
-    if reason := arrays.refusal(operation, format):
-        assert "needs JAX 0.11" in reason
-        pytest.skip(reason)
-    lower(lambda x: arrays.columnwise_quantize(x, format, rows=operation == "quantize_both"), shaped((130, 260)))
-
-
-@pytest.mark.parametrize("name", [*ROWWISE, "mxfp4_e2m1"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_dequantize(name, dtype):
-    format, shape = Format.parse(name), (2, 37, 150)
-    parts = (
-        shaped(layout.codes_shape(shape, format), "uint8"),
-        shaped(layout.scales_shape(shape, format), format.scale.dtype),
-        shaped((), "float32") if format.scale.two_level else None,
-    )
-    assert lower(lambda *parts: arrays.dequantize_array(*parts, format, dtype, columns=shape[-1]), *parts) == 1
-
-
-@pytest.mark.parametrize("name", ["fp8_e4m3", "mxfp8_e4m3", "nvfp4"])
-def test_vmapped(name):
-    format = Format.parse(name)
-
-    @jax.vmap
-    def there_and_back(x):
-        q = arrays.quantize_batched(x, format)
-        return arrays.dequantize_batched(*q, format, "bfloat16", x.shape[-1])
-
-    assert lower(there_and_back, shaped((3, 64, 96))) >= 2
-
-
-def test_what_has_no_kernel_is_named():
-    assert arrays.refusal("quantize", Format.parse("mxfp6_e3m2")) == "no Pallas kernel does quantize of mxfp6_e3m2"
-    refused = arrays.refusal("quantize_both", Format.parse("mxfp8_e4m3_32x32"))
-    assert refused == "no Pallas kernel does quantize_both of mxfp8_e4m3_32x32"
