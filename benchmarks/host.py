@@ -6,7 +6,7 @@ The shapes are small, so that the host is what takes the time. On a GPU the call
 the CUDA path's Python runs on CPU tensors, and launches do nothing (`standin`). Faces of NumPy and JAX run the CPU's kernels.
 Microseconds are the least of many short windows, in which all cases take turns; on a CPU those of torch's own layers and
 optimizer hold their arithmetic. Frames are Python functions that are entered, torch's own too; calls are those of C functions
-from Python, but for those that plans hold ready with their arguments. tests/torch/test_host.py holds the frames.
+from Python, but for those that plans hold ready with their arguments. tests/torch/test_host_cost.py holds the frames.
 """
 
 from __future__ import annotations

@@ -76,10 +76,7 @@ def every_processor():
 
 @pytest.fixture
 def little_optimization(request, monkeypatch):
-    """Of JAX's programs, for tests that compile long and hardly run; not of those that are marked `optimized`.
-
-    The mark's argument, if it has one, are the formats to optimize for, of a test with a parameter of that name.
-    """
+    """Compiles JAX's programs with little optimization, except in tests marked `optimized` (all, or the formats it names)."""
     import jax
     from jax._src import compiler
 

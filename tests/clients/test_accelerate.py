@@ -1,7 +1,4 @@
-"""accelerate: its FSDP2 trains every parameter as FSDP2 alone does, and it tells weights and sizes apart.
-
-accelerate takes FSDP on accelerators only: its state is told so here on the CPU; all else is its own code, on real gloo.
-"""
+"""accelerate trains under FSDP2 as FSDP2 alone does. It takes FSDP on accelerators only, so its state says there is one."""
 
 import os
 import warnings

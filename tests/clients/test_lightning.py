@@ -1,9 +1,12 @@
-"""lightning: Fabric and Trainer train, save and load models whose weights are codes."""
+"""lightning: Fabric and Trainer train, save and load models whose weights are codes; summaries are the plain model's."""
 
+import copy
 import warnings
 
 import pytest
 import torch
+from arrays import values
+from same_tensors import assert_equal
 from torch import nn
 
 import blockfp.torch as bfp
@@ -11,6 +14,7 @@ import blockfp.torch as bfp
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # lightning's own imports
     import lightning
+    from lightning.pytorch.utilities.model_summary import ModelSummary
 
 
 def net(seed=0, recipe="mxfp8"):
@@ -19,7 +23,7 @@ def net(seed=0, recipe="mxfp8"):
 
 
 def batches(count=4):
-    return list(torch.randn(count, 32, 64, generator=torch.Generator().manual_seed(0)))
+    return list(values((count, 32, 64), 0))
 
 
 @pytest.mark.filterwarnings("ignore")  # lightning's, of the machine and of its own releases
@@ -44,8 +48,7 @@ def test_fabric(recipe, precision, tmp_path):
     for one, two in ((model, optimizer), (other, restored)):
         fabric.backward(one(batches(1)[0]).square().mean())
         two.step()
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(getattr(a, "codes", a), getattr(b, "codes", b))
+    assert_equal(model.parameters(), other.parameters())
 
 
 class Module(lightning.LightningModule):
@@ -79,5 +82,27 @@ def test_trainer_resumes(tmp_path):
     _, through = trained(2)
     _, resumed = trained(2, tmp_path / "first.ckpt")
     assert resumed.losses == through.losses[len(through.losses) - len(resumed.losses) :]
-    for a, b in zip(resumed.parameters(), through.parameters(), strict=True):
-        assert torch.equal(getattr(a, "codes", a), getattr(b, "codes", b))
+    assert_equal(resumed.parameters(), through.parameters())
+
+
+class WithExample(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16))
+        self.example_input_array = torch.randn(4, 32)
+
+    def forward(self, x):
+        return self.net(x)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_parameters_and_flops(recipe):
+    plain = WithExample()
+    quantized = bfp.convert(copy.deepcopy(plain), recipe)
+    expected, summary = (ModelSummary(model, max_depth=2) for model in (plain, quantized))
+    assert summary.total_flops == expected.total_flops == 2 * 4 * (32 * 64 + 64 * 16)
+    assert summary.flop_counts.keys() == expected.flop_counts.keys()
+    assert summary.total_parameters == expected.total_parameters
+    assert summary.trainable_parameters == expected.trainable_parameters
+    assert "24.6 K    Total Flops" in str(summary)

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from arrays import values
 from documented import run_documented
 from torch import nn
 
@@ -39,7 +40,7 @@ class Module(lightning.LightningModule):
 
 
 def batches(count=4):
-    return list(torch.randn(count, 32, 64, generator=torch.Generator().manual_seed(0)))
+    return list(values((count, 32, 64), 0))
 
 
 def fitted(module, plugin, folder, epochs=1, checkpoint=None):
@@ -64,7 +65,7 @@ def looped(recipe, optimizer=bfp.AdamW, weights="quantized", dtype=None, epochs=
     return module
 
 
-def assert_same(module, expected):
+def assert_same_run(module, expected):
     assert module.losses == expected.losses
     ours, theirs = module.state_dict(), expected.state_dict()
     assert ours.keys() == theirs.keys()
@@ -79,7 +80,7 @@ def test_it_trains_as_a_plain_loop(recipe, dtype, tmp_path):
     before = [param.detach().clone() for param in module.parameters()]
     trainer = fitted(module, BlockfpPrecision(recipe, dtype=dtype), tmp_path)
     assert trainer.precision == ("32-true" if dtype is None else "bf16-mixed")
-    assert_same(module, looped(recipe, dtype=dtype))
+    assert_same_run(module, looped(recipe, dtype=dtype))
     for param, old in zip(module.parameters(), before, strict=True):
         assert not torch.equal(param.dequantize() if isinstance(param, bfp.QuantizedTensor) else param, old)
 
@@ -89,7 +90,7 @@ def test_another_optimizer(recipe, tmp_path):
     """Scales of delayed scaling follow it too."""
     module = Module(torch.optim.AdamW)
     fitted(module, BlockfpPrecision(recipe, weights="high_precision"), tmp_path)
-    assert_same(module, looped(recipe, torch.optim.AdamW, "high_precision"))
+    assert_same_run(module, looped(recipe, torch.optim.AdamW, "high_precision"))
 
 
 def test_it_resumes_to_the_bit(tmp_path):
@@ -103,12 +104,12 @@ def test_it_resumes_to_the_bit(tmp_path):
         fitted(module, plugin, tmp_path, 2, tmp_path / "first.ckpt")
         assert len(module.losses) == 4
         runs.append(module)
-    assert_same(*runs)
+    assert_same_run(*runs)
     torch.manual_seed(1)
     through = Module()
     fitted(through, plugin, tmp_path, 2)
     runs[0].losses = through.losses[:4] + runs[0].losses
-    assert_same(runs[0], through)
+    assert_same_run(runs[0], through)
 
 
 def test_codes_for_a_model_that_is_not_converted_are_refused(tmp_path):

@@ -4,7 +4,6 @@ import importlib
 
 import pytest
 import torch
-from blockfp.torch_backend.weights.cast_weight import CastWeight
 from torch import nn
 
 import blockfp.torch as bfp
@@ -38,7 +37,7 @@ def parameters(kind):
     values, bias = torch.randn(64, 96, generator=generator), torch.randn(64, generator=generator)
     made = {
         "plain": lambda: values,
-        "high_precision": lambda: CastWeight.from_values(values, FORMAT),
+        "high_precision": lambda: bfp.CastWeight.from_values(values, FORMAT),
         "quantized": lambda: bfp.quantize(values, FORMAT),
     }
     return [nn.Parameter(made[kind]()), nn.Parameter(bias)]

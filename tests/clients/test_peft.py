@@ -4,9 +4,11 @@ import copy
 
 import pytest
 import torch
+from arrays import values
 from documented import run_documented
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, prepare_model_for_kbit_training
 from torch import nn
+from training import train
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import blockfp.torch as bfp
@@ -78,13 +80,7 @@ def test_adapters_move_and_base_codes_stay(made, recipe, optimizer):
     assert len(before) == 2 * 7
     assert all("lora_" in name for name, param in model.named_parameters() if param.requires_grad)
     step = optimizer([param for param in model.parameters() if param.requires_grad], lr=1e-2)
-    losses = []
-    for _ in range(4):
-        loss = model(TOKENS, labels=TOKENS).loss
-        loss.backward()
-        step.step()
-        step.zero_grad()
-        losses.append(loss.item())
+    losses = train(step, lambda _: model(TOKENS, labels=TOKENS).loss, range(4))
     assert losses[-1] < losses[0]
     assert equal(codes(model), before)
     assert not any(torch.equal(value, start[name]) for name, value in adapters(model).items())
@@ -101,7 +97,7 @@ def test_a_layer_is_its_base_and_its_adapter():
     model = convert_first("mxfp8")
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
     assert isinstance(layer.base_layer, bfp.Linear)
-    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(2))
+    x = values((3, 64), 2)
     adapter = layer.lora_B["default"](layer.lora_A["default"](x)) * layer.scaling["default"]
     base = bfp.linear(x, layer.base_layer.weight, recipe="mxfp8")
     assert torch.equal(layer(x), base + adapter)

@@ -14,11 +14,7 @@ from peft import LoraConfig, get_peft_model
 from peft_models import MODELS, TOKENS, adapted, codes, equal, llama, off, spread
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaForCausalLM,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 import blockfp
 import blockfp.torch as bfp

@@ -7,6 +7,7 @@ import pytest
 import torch
 from peft import PeftModel, get_peft_model
 from peft_models import TOKENS, llama
+from training import train
 
 import blockfp.torch as bfp
 
@@ -44,15 +45,12 @@ def adapted(model, name):
 
 def learnt(model, steps=3):
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
-    losses = []
-    for step in range(steps):
+
+    def loss_of(step):
         torch.manual_seed(step)
-        loss = model(input_ids=TOKENS, labels=TOKENS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        return model(input_ids=TOKENS, labels=TOKENS).loss
+
+    return train(optimizer, loss_of, range(steps))
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])

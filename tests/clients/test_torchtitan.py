@@ -8,6 +8,7 @@ import pytest
 import threaded
 import torch
 import torch.nn.functional as F
+import training
 from documented import run_documented
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -103,16 +104,13 @@ def optimizer_of(titan, model):
 
 def train(model, optimizer, rows, steps=STEPS):
     """The sums of these rows' losses, each divided by the number of all tokens."""
-    losses = []
-    for _ in range(steps):
+
+    def loss_of(_):
         y = model(TOKENS[rows, :-1])
         y = y.full_tensor() if isinstance(y, DTensor) else y
-        loss = F.cross_entropy(y.float().flatten(0, 1), TOKENS[rows, 1:].flatten(), reduction="sum") / TOKENS[:, 1:].numel()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        return F.cross_entropy(y.float().flatten(0, 1), TOKENS[rows, 1:].flatten(), reduction="sum") / TOKENS[:, 1:].numel()
+
+    return training.train(optimizer, loss_of, range(steps))
 
 
 def parallel(titan, name, tp, ep, dp=2, **options):

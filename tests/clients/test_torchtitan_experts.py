@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from training import train
 
 import blockfp.torch as bfp
 
@@ -91,14 +92,9 @@ def deepseek():
 
 def losses_of(model, optimizer):
     tokens = torch.arange(34).view(2, 17) * 29 % 2048
-    losses = []
-    for _ in range(3):
-        loss = F.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return train(
+        optimizer, lambda _: F.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten()), range(3)
+    )
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "fp8_block"])

@@ -10,6 +10,7 @@ import torch
 import transformers
 from hf_experts import COMMON, FAMILIES, TOKENS, experts_of, family, routed, weights_of
 from torch import nn
+from training import train
 
 import blockfp
 import blockfp.torch as bfp
@@ -92,18 +93,31 @@ def test_recipes_keep_names_and_every_parameter_moves(recipe):
     before = bfp.high_precision_state_dict(model)
     assert before.keys() == plain.state_dict().keys()
     before = {path: value.clone() for path, value in before.items()}
-    losses = []
-    for _ in range(3):
-        loss = model(TOKENS, labels=TOKENS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = train(optimizer, lambda _: model(TOKENS, labels=TOKENS).loss, range(3))
     assert losses[-1] < losses[0]
     after = bfp.high_precision_state_dict(model)
     assert not [path for path, _ in model.named_parameters() if torch.equal(before[path], after[path])]
     if recipe == "fp8_delayed":
         assert float(experts_of(model).gate_up_proj_product.input_scale) != 1
+
+
+def results_of(module, x, index, weights):
+    """y, and the gradients of x, weights and parameters."""
+    given = [each.clone().requires_grad_() for each in (x, weights)]
+    y = module(given[0], index, given[1])
+    y.square().sum().backward()
+    return [y, *(each.grad for each in given), *(param.grad for param in module.parameters())]
+
+
+def assert_alike(experts, plain, *routed):
+    """Compares experts with those of transformers that hold the values of their codes."""
+    with torch.no_grad():
+        for path, weight in weights_of(experts).items():
+            plain.get_parameter(path).copy_(weight.dequantize())
+    found, wanted = results_of(experts, *routed), results_of(plain, *routed)
+    assert len(found) > 4
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss"])
@@ -112,19 +126,7 @@ def test_the_forward_is_that_of_transformers_on_the_same_weights(name):
     plain = experts_of(family(name))
     model = nn.ModuleDict({"experts": copy.deepcopy(plain)})
     experts = bfp.convert(model, "mxfp8", compute="high_precision")["experts"]
-    with torch.no_grad():
-        for path, weight in weights_of(experts).items():
-            plain.get_parameter(path).copy_(weight.dequantize())
-    x, index, weights = routed()
-    results = []
-    for module in (experts, plain):
-        given = [each.clone().requires_grad_() for each in (x, weights)]
-        y = module(given[0], index, given[1])
-        y.square().sum().backward()
-        results.append([y, *(each.grad for each in given), *(param.grad for param in module.parameters())])
-    assert len(results[0]) == len(results[1]) > 4
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
+    assert_alike(experts, plain, *routed())
 
 
 @pytest.mark.parametrize("name", GATES)
@@ -141,14 +143,8 @@ def test_every_gate_is_that_of_transformers(name):
             values = weight.dequantize() if isinstance(weight, bfp.QuantizedTensor) else weight
             plain.get_parameter(path).copy_(values)
     x, index, weights = routed()
-    results = []
-    for one in (experts, plain.double()):
-        dtype = torch.float64 if one is plain else torch.float32
-        given = [each.to(dtype, copy=True).requires_grad_() for each in (x, weights)]
-        y = one(given[0], index, given[1])
-        y.square().sum().backward()
-        results.append([y, *(each.grad for each in given), *(param.grad for param in one.parameters())])
-    for ours, theirs in zip(*results, strict=True):
+    found, wanted = results_of(experts, x, index, weights), results_of(plain.double(), x.double(), index, weights.double())
+    for ours, theirs in zip(found, wanted, strict=True):
         assert (ours - theirs).norm() <= 3e-6 * theirs.norm()
 
 
@@ -169,20 +165,10 @@ def test_tokens_of_the_expert_behind_the_last_are_dropped():
     """ZAYA's routers choose it for tokens that skip the layer."""
     plain = experts_of(family("Mixtral"))
     experts = bfp.convert(copy.deepcopy(plain), "mxfp8", compute="high_precision")
-    with torch.no_grad():
-        for path, weight in weights_of(experts).items():
-            plain.get_parameter(path).copy_(weight.dequantize())
     x, index, weights = routed()
     index[::3, 1] = 4
     plain.config._experts_implementation = "eager"
-    results = []
-    for module in (experts, plain):
-        given = [each.clone().requires_grad_() for each in (x, weights)]
-        y = module(given[0], index, given[1])
-        y.square().sum().backward()
-        results.append([y, *(each.grad for each in given), *(param.grad for param in module.parameters())])
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
+    assert_alike(experts, plain, x, index, weights)
 
 
 @pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])

@@ -9,6 +9,7 @@ from hf_experts import TOKENS, experts_of, family, routed
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from training import train
 
 import blockfp.torch as bfp
 
@@ -34,14 +35,7 @@ def path_of(model):
 
 
 def run(model, optimizer):
-    losses = []
-    for _ in range(2):
-        loss = model(TOKENS, labels=TOKENS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return train(optimizer, lambda _: model(TOKENS, labels=TOKENS).loss, range(2))
 
 
 @pytest.mark.parametrize(
@@ -112,13 +106,7 @@ def shared_step(rank, plain, folder):
         fully_shard(layer, mesh=everywhere)
     fully_shard(model, mesh=everywhere)
     optimizer = bfp.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(2):
-        loss = model(TOKENS.view(4, 1, 8)[rank], labels=TOKENS.view(4, 1, 8)[rank]).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = train(optimizer, lambda _: model(TOKENS.view(4, 1, 8)[rank], labels=TOKENS.view(4, 1, 8)[rank]).loss, range(2))
     values = bfp.high_precision_state_dict(model)
     bfp.save_checkpoint(folder, model, optimizer, step=2)
     return losses, values

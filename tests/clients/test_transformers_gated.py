@@ -4,17 +4,18 @@ import ast
 import copy
 import functools
 import importlib.util
-import io
 import re
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from arrays import through_a_file, values
 from blockfp.torch_backend.modules import fusing
 from blockfp.torch_backend.modules.gated_mlp import FusedMLP, Parts, activation_of, why_not
 from blockfp.torch_backend.modules.known_classes import KNOWN
 from counted_casts import casts_of
+from same_tensors import assert_equal
 from torch import nn
 
 import blockfp.torch as bfp
@@ -62,15 +63,9 @@ def step(model, seed=0):
     tokens = torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(seed))
     model.zero_grad()
     logits = model(tokens).logits
-    logits.backward(torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(logits.dtype))
+    logits.backward(values(logits.shape, 1).to(logits.dtype))
     bfp.update_scales(model)
     return {"logits": logits.detach(), **{n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}}
-
-
-def assert_equal(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for name, one in ours.items():
-        assert torch.equal(one, theirs[name]), name
 
 
 def fused_in(model):
@@ -108,10 +103,7 @@ def test_a_fused_mlp_stays_what_it_was(monkeypatch):
 
 
 def _pickled(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
+    return through_a_file(model, weights_only=False)
 
 
 def test_what_looks_or_replaces_sees_what_it_would(monkeypatch):
@@ -148,7 +140,7 @@ def test_compiled_whole(name, monkeypatch):
     other.compile(fullgraph=True, backend="aot_eager")
     results = []
     for one in (mlp, other):
-        x = torch.randn((2, 16, 64), generator=torch.Generator().manual_seed(0)).requires_grad_()
+        x = values((2, 16, 64), 0).requires_grad_()
         y = one(x)
         y.backward(torch.ones_like(y))
         results.append({"y": y.detach(), "x": x.grad, **{n: p.grad for n, p in one.named_parameters()}})

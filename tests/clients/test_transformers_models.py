@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import FlopCounterMode
+from training import train
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -68,14 +69,7 @@ def loss_of(model):
 
 def trained(model, optimizer=bfp.AdamW, steps=2):
     step = optimizer(model.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(steps):
-        loss = loss_of(model)
-        loss.backward()
-        step.step()
-        step.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return train(step, lambda _: loss_of(model), range(steps))
 
 
 def assert_near(model, plain):

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from hf_models import assert_same, family, is_quantized, load, logits
+from hf_models import assert_same_model, family, is_quantized, load, logits
 from processes import LIMIT
 from transformers import AutoModelForCausalLM
 
@@ -31,14 +31,14 @@ def test_loaded_as_converted_saved_and_loaded_again(name, recipe, tmp_path):
     assert len(list((tmp_path / "plain").glob("*.safetensors"))) > 2
     model = load(tmp_path / "plain", quantization_config=BlockfpConfig(recipe))
     plain = bfp.convert(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"), recipe)
-    assert_same(model, plain)
+    assert_same_model(model, plain)
     initial = [p.initial for p in model.parameters() if isinstance(p, bfp.QuantizedTensor)]
     assert all(torch.equal(a, b.initial) for a, b in zip(initial, filter(is_quantized, plain.parameters()), strict=True))
     assert torch.equal(logits(model), logits(plain))
 
     model.save_pretrained(tmp_path / "codes", max_shard_size="50KB")
     again = load(tmp_path / "codes")
-    assert_same(model, again)
+    assert_same_model(model, again)
     assert torch.equal(logits(model), logits(again))
     states = [dict(one.state_dict()) for one in (model, again)]
     assert states[0].keys() == states[1].keys()
@@ -70,7 +70,7 @@ def test_every_choice_comes_back(tmp_path):
     written = json.loads((tmp_path / "codes" / "config.json").read_text())["quantization_config"]
     assert written["quant_method"] == "blockfp"
     again = load(tmp_path / "codes", dtype=torch.bfloat16)
-    assert_same(model, again)
+    assert_same_model(model, again)
     assert again.config.quantization_config.recipe == config.recipe
     assert {path: layer.recipe for path, layer in again.named_modules() if isinstance(layer, bfp.Linear)} == converted
 
@@ -82,7 +82,7 @@ def test_the_first_pattern_counts_in_files_too(tmp_path):
     model = load(tmp_path / "plain", quantization_config=BlockfpConfig(recipe))
     model.save_pretrained(tmp_path / "codes")
     again = load(tmp_path / "codes")
-    assert_same(model, again)
+    assert_same_model(model, again)
     found = [{path: one.recipe for path, one in each.named_modules() if isinstance(one, bfp.Linear)} for each in (model, again)]
     assert found[0] == found[1]
     assert {str(one) for one in found[0].values()} == {"qat(nvfp4)", "nvfp4_4over6", "mxfp8"}
@@ -104,7 +104,7 @@ def test_the_recipe_that_training_ends_in_is_saved(change, tmp_path):
         folder = tmp_path / f"codes{each is model}"
         each.save_pretrained(folder)
         again = load(folder)
-        assert_same(each, again)
+        assert_same_model(each, again)
         assert torch.equal(logits(each), logits(again))
         layers = [{path: one.recipe for path, one in m.named_modules() if isinstance(one, bfp.Linear)} for m in (each, again)]
         assert layers[0] == layers[1]
@@ -124,7 +124,7 @@ def test_another_config_than_the_file_s(tmp_path):
     model = load(tmp_path / "plain", quantization_config=BlockfpConfig("mxfp8", modules_to_not_convert=["lm_head"]))
     model.save_pretrained(tmp_path / "codes")
     other = load(tmp_path / "codes", quantization_config=BlockfpConfig("fp8_block", compute="high_precision"))
-    assert_same(model, other)
+    assert_same_model(model, other)
     layer = other.model.layers[0].mlp.up_proj
     assert layer.compute == "high_precision"
     assert layer.recipe.weight.format.name == "mxfp8_e4m3_32x32"
@@ -164,9 +164,9 @@ def test_device_maps(device_map, tmp_path):
     found = [
         load(tmp_path / "plain", quantization_config=BlockfpConfig("nvfp4"), device_map=where) for where in (device_map, None)
     ]
-    assert_same(*found)
+    assert_same_model(*found)
     found[0].save_pretrained(tmp_path / "codes")
-    assert_same(load(tmp_path / "codes", device_map=device_map), found[1])
+    assert_same_model(load(tmp_path / "codes", device_map=device_map), found[1])
 
 
 def test_a_missing_weight_is_initialized(tmp_path):

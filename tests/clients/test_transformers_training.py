@@ -39,7 +39,7 @@ def losses(run):
     return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
 
 
-def values(model):
+def values_of_model(model):
     return {name: value.clone() for name, value in bfp.high_precision_state_dict(model).items()}
 
 
@@ -68,7 +68,7 @@ def test_trains_as_a_converted_model_does(name, recipe, own, tmp_path):
     for name, buffer in plain.named_buffers():
         if name.endswith("rng_key"):
             model.get_buffer(name).copy_(buffer)
-    before = values(model)
+    before = values_of_model(model)
     found = []
     for one in (model, plain):
         run = trainer(one, tmp_path / "run", own=own)
@@ -77,9 +77,9 @@ def test_trains_as_a_converted_model_does(name, recipe, own, tmp_path):
     assert found[0] == found[1]
     assert len(found[0]) == 3
     assert found[0][-1] < found[0][0]
-    after = values(model)
+    after = values_of_model(model)
     assert all(not torch.equal(after[name], value) for name, value in before.items())
-    assert all(torch.equal(after[name], value) for name, value in values(plain).items())
+    assert all(torch.equal(after[name], value) for name, value in values_of_model(plain).items())
 
 
 @pytest.mark.parametrize("weights", ["quantized", "high_precision"])
@@ -110,7 +110,7 @@ def test_gradient_checkpointing(tmp_path):
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=BlockfpConfig("mxfp8"))
         run = trainer(model, tmp_path / "run", gradient_checkpointing=checkpointing)
         run.train()
-        found.append((losses(run), values(model)))
+        found.append((losses(run), values_of_model(model)))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
 
@@ -178,12 +178,12 @@ def _in_processes(rank):
 def _ddp(rank):
     folder = _in_processes(rank)
     model = AutoModelForCausalLM.from_pretrained(folder / "plain", quantization_config=BlockfpConfig("mxfp8"))
-    before = values(model)
+    before = values_of_model(model)
     run = trainer(model, folder / "run", ddp_backend="gloo")
     run.train()
     assert run.accelerator.distributed_type.value == "MULTI_CPU"
     assert losses(run)[-1] < losses(run)[0]
-    after = values(model)
+    after = values_of_model(model)
     assert all(not torch.equal(value, before[name]) for name, value in after.items())
     for value in after.values():
         first = value.clone()
@@ -218,12 +218,12 @@ def _fsdp2_trainer(folder, run="run", kind="SHARDED_STATE_DICT"):
 def _fsdp2(rank):
     folder = _in_processes(rank)
     run = _fsdp2_trainer(folder)
-    before = values(run.model)
+    before = values_of_model(run.model)
     run.train()
     assert run.accelerator.is_fsdp2
     assert losses(run)[-1] < losses(run)[0]
     assert all(isinstance(param, torch.distributed.tensor.DTensor) for param in run.model.parameters())
-    after = values(run.model)
+    after = values_of_model(run.model)
     assert all(not torch.equal(value, before[name]) for name, value in after.items())
 
     # What is saved for others is read by from_pretrained.
@@ -231,19 +231,19 @@ def _fsdp2(rank):
     run.save_model(str(folder / "saved"))
     dist.barrier()
     again = AutoModelForCausalLM.from_pretrained(folder / "saved")
-    assert all(torch.equal(value, after[name]) for name, value in values(again).items())
+    assert all(torch.equal(value, after[name]) for name, value in values_of_model(again).items())
     save_in_layout(run.model, folder / "layout", "compressed-tensors")
     dist.barrier()
     config = BlockfpConfig("mxfp8", trainable=False)
     again = AutoModelForCausalLM.from_pretrained(folder / "layout", quantization_config=config)
-    assert all(torch.equal(value, after[name]) for name, value in values(again).items())
+    assert all(torch.equal(value, after[name]) for name, value in values_of_model(again).items())
 
     # Checkpoints of either kind resume to the bit.
     _fsdp2_trainer(folder, "full", "FULL_STATE_DICT").train()
     for where, kind in (("run", "SHARDED_STATE_DICT"), ("full", "FULL_STATE_DICT")):
         resumed = _fsdp2_trainer(folder, where, kind)
         resumed.train(resume_from_checkpoint=str(folder / where / "checkpoint-2"))
-        assert all(torch.equal(value, after[name]) for name, value in values(resumed.model).items())
+        assert all(torch.equal(value, after[name]) for name, value in values_of_model(resumed.model).items())
 
 
 def test_fsdp2():

@@ -8,11 +8,7 @@ import torch
 from documented import run_documented
 from hf_models import family
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 import blockfp.torch as bfp
 
@@ -155,9 +151,6 @@ def test_every_parameter_is_trained(kind, weights, folder, trainer):
         assert losses[1] < losses[0]
 
 
-# ---- the reference
-
-
 @pytest.mark.parametrize("reference", ["copied", "precomputed", "path"])
 def test_a_reference_is_the_policy_at_the_start(reference, folder, trainer):
     """TRL loads one from the path of the model's config, in high precision, where it is given nothing else."""
@@ -222,9 +215,6 @@ def test_a_reference_in_codes_follows_nobody(folder, trainer):
     with pytest.raises(NotImplementedError, match='convert with weights="high_precision"'):
         run.train()
     assert all(map(torch.equal, codes(reference), before))
-
-
-# ---- the head
 
 
 @pytest.mark.parametrize("weights", ["quantized", "high_precision"])

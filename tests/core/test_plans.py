@@ -176,13 +176,7 @@ def test_columnwise_weight():
         ("mxfp8_e4m3_32x32", 50, {}, [Gather, Quantize], "inside a block of 32"),
         ("mxfp8_e4m3", 50, {"quantized": "mxfp8_e4m3"}, [Gather], None),
         ("fp8_e4m3", 50, {"quantized": "fp8_e4m3", "columnwise": True}, [Gather, Transpose], None),
-        (
-            "mxfp8_e4m3",
-            128,
-            {"quantized": "mxfp8_e4m3", "columnwise": True},
-            [Dequantize, Transpose, Quantize, Gather],
-            None,
-        ),
+        ("mxfp8_e4m3", 128, {"quantized": "mxfp8_e4m3", "columnwise": True}, [Dequantize, Transpose, Quantize, Gather], None),
         (
             "mxfp8_e4m3",
             50,

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command import run
 from processes import LIMIT
-from typer.testing import CliRunner
 
 import blockfp
-from blockfp import cli
 from blockfp.files import untrusted
 from blockfp.files.atomic import make_folder, naming, replacing, to_disk
 from blockfp.files.untrusted import HeldFile, NotPlain
@@ -238,7 +237,7 @@ def test_models_are_on_the_disk_before_older_ones_go(tmp_path, monkeypatch):
             assert disk.removed == removed
     disk = Disk(monkeypatch)
     blockfp.save(path, {name: blockfp.quantize(x, "nvfp4") for name, x in arrays.items()})
-    result = CliRunner().invoke(cli.app, ["convert", str(path), str(new), "--layout", "modelopt"])
+    result = run("convert", path, new, "--layout", "modelopt")
     assert result.exit_code == 0, result.output
     assert {file.name for file in new.iterdir()} > {"model.safetensors", "config.json"}
     assert disk.unflushed == set()

@@ -10,11 +10,10 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from command import run
 from processes import LIMIT
-from typer.testing import CliRunner
 
 import blockfp
-from blockfp import cli
 from blockfp.errors import BadFile
 from blockfp.files import modelfile, saving, untrusted
 
@@ -75,7 +74,7 @@ def test_a_model_that_is_replaced_while_it_is_loaded(tmp_path, monkeypatch, face
 
 
 def command(*arguments):
-    result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+    result = run(*arguments)
     assert result.exit_code == 0, result.output
     return result
 

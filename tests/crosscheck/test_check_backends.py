@@ -6,10 +6,9 @@ import sys
 
 import numpy as np
 import pytest
+from command import run
 from samples import sample
-from typer.testing import CliRunner
 
-from blockfp import cli
 from blockfp.check import backends, crosscheck
 from blockfp.check.crosscheck import Definition
 from blockfp.definition import numerics
@@ -17,10 +16,6 @@ from blockfp.formats import Format
 
 FORMAT = "mxfp8_e4m3"
 MATRIX = sample("bf16_valued", (40, 64))
-
-
-def run(*arguments):
-    return CliRunner().invoke(cli.app, [str(a) for a in arguments])
 
 
 @pytest.fixture

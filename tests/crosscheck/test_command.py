@@ -10,14 +10,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from command import run
 from held_formats import FORMATS
 from processes import LIMIT
 from same_bits import assert_same_bits
 from samples import sample
-from typer.testing import CliRunner
 
 import blockfp
-from blockfp import cli
 from blockfp.check import backends
 from blockfp.check.crosscheck import Definition
 from blockfp.commands import console
@@ -29,10 +28,6 @@ from blockfp.formats import NAMES
 MATRIX = sample("bf16_valued", (70, 96))
 HALF = sample("gaussian", (3, 40, 20), "bfloat16")
 ARRAYS = {"layer.weight": MATRIX, "experts": HALF, "layer.bias": np.ones(5, np.float32), "ids": np.arange(6).reshape(2, 3)}
-
-
-def run(*arguments):
-    return CliRunner().invoke(cli.app, [str(a) for a in arguments])
 
 
 def plain(text):

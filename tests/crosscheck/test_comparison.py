@@ -7,19 +7,14 @@ import sys
 
 import numpy as np
 import pytest
+from command import run
 from processes import LIMIT
 from samples import sample
-from typer.testing import CliRunner
 
-from blockfp import cli
 from blockfp.check import backends
 
 ARRAYS = {"up": sample("bf16_valued", (40, 70)), "down": sample("gaussian", (3, 20, 64), "float16")}
 FORMATS = ("--format", "mxfp8_e4m3", "--format", "nvfp4", "--backend", "numpy")
-
-
-def run(*arguments):
-    return CliRunner().invoke(cli.app, [str(a) for a in arguments])
 
 
 def report(folder, arrays=ARRAYS, formats=FORMATS):

@@ -12,9 +12,8 @@ torch = pytest.importorskip("torch", reason="checkpoints are PyTorch's")
 
 import threaded  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
-from blockfp.torch_backend.checkpoint.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
-from blockfp.torch_backend.optimizer.adamw import AdamW  # noqa: E402
-from exported import SHAPES, bits, numpy, read, run, save, unsharded  # noqa: E402
+from command import run  # noqa: E402
+from exported import SHAPES, bits, numpy, read, save, unsharded  # noqa: E402
 from resumed import model_of, train  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_state_dict  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
@@ -107,9 +106,9 @@ def test_parameters_of_16_bits_have_masters_too(tmp_path):
     model = model_of("mxfp8_e4m3", SHAPES).to(torch.float32)
     for layer in model:
         layer.bias = torch.nn.Parameter(layer.bias.detach().to(torch.bfloat16))
-    optimizer = AdamW(model.parameters(), lr=0.1)
+    optimizer = bfp.AdamW(model.parameters(), lr=0.1)
     train(model, optimizer, 0, 2)
-    save_checkpoint(tmp_path / "run", model, optimizer, step=2)
+    bfp.save_checkpoint(tmp_path / "run", model, optimizer, step=2)
     for name, options in (("own", []), ("fp32", ["--dtype", "float32"])):
         path = tmp_path / f"{name}.safetensors"
         assert run("export", tmp_path / "run", path, "--to", "high-precision", *options).exit_code == 0
@@ -135,15 +134,14 @@ class Nested(torch.nn.Module):
 
 
 def test_names_that_are_those_of_others(tmp_path):
-    """Each weight gets its own master, whatever the prefix; tied ones one, and none that only has the same bits; a parameter
-    is not taken for a buffer."""
+    """Each weight gets its own master, tied weights share one, equal bits don't; a parameter is no buffer."""
     model = Nested()
-    optimizer = AdamW(model.parameters(), lr=0.1)
+    optimizer = bfp.AdamW(model.parameters(), lr=0.1)
     for parameter in model.parameters():
         parameter.grad = torch.ones(parameter.shape, dtype=parameter.dtype) if parameter.requires_grad else None
     optimizer.step()
     model.frozen.data.copy_(model.plain.data)
-    save_checkpoint(tmp_path / "run", model, optimizer, step=1)
+    bfp.save_checkpoint(tmp_path / "run", model, optimizer, step=1)
     path = tmp_path / "m.safetensors"
     result = run("export", tmp_path / "run", path, "--to", "high-precision", "--dtype", "float32")
     assert result.exit_code == 0, result.output
@@ -174,11 +172,11 @@ class Head(torch.nn.Module):
 
 def tied(rank, folder):
     model, other = fully_shard(Head()), fully_shard(Head())
-    optimizer = AdamW(model.parameters(), lr=0.1)
+    optimizer = bfp.AdamW(model.parameters(), lr=0.1)
     model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
     optimizer.step()
-    save_checkpoint(folder / "run", model, optimizer, step=1)
-    load_checkpoint(folder / "run", other)
+    bfp.save_checkpoint(folder / "run", model, optimizer, step=1)
+    bfp.load_checkpoint(folder / "run", other)
     assert torch.equal(other.lm_head.weight.to_local().values, model.lm_head.weight.to_local().values)
     values = model.lm_head.weight.full_tensor()
     if rank == 0:
@@ -202,7 +200,7 @@ def test_a_head_that_shares_an_embeddings_weight(tmp_path):
 def test_names_that_others_give(tmp_path):
     """Masters are found under them, and nothing that may be of the model is left out unasked."""
     model = torch.nn.ModuleDict({"model": model_of("nvfp4", SHAPES[:1]), "lm_head": torch.nn.Linear(2, 2)})
-    optimizer = AdamW(model.parameters(), lr=0.1)
+    optimizer = bfp.AdamW(model.parameters(), lr=0.1)
     optimizer.make_state()
     own, of_optimizer = get_state_dict(model, optimizer)
     master = of_optimizer["state"]["model.0.weight"]["master"]

@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="checkpoints are PyTorch's")
 
-from blockfp.torch_backend.checkpoint.checkpoint import save_checkpoint  # noqa: E402
-from exported import SHAPES, run, save, unsharded  # noqa: E402
+from command import run  # noqa: E402
+from exported import SHAPES, save, unsharded  # noqa: E402
 from held_formats import FORMATS  # noqa: E402
 from resumed import model_of  # noqa: E402
 
@@ -23,13 +23,10 @@ def test_what_compressed_tensors_has_no_layout_for():
 
 def test_names_that_compressed_tensors_would_take_for_classes(tmp_path):
     layers = {"Linear": bfp.Linear(64, 64, recipe="mxfp8"), "a": torch.nn.Sequential(bfp.Linear(64, 64, recipe="mxfp8"))}
-    save_checkpoint(tmp_path / "run", torch.nn.ModuleDict(layers), step=1)
+    bfp.save_checkpoint(tmp_path / "run", torch.nn.ModuleDict(layers), step=1)
     assert run("export", tmp_path / "run", tmp_path / "ct", "--to", "compressed-tensors").exit_code == 0
     (group,) = json.loads((tmp_path / "ct" / "config.json").read_text())["quantization_config"]["config_groups"].values()
     assert group["targets"] == ["re:^Linear$", "a.0"]
-
-
-# ---- held against the library, where it is installed
 
 
 @pytest.fixture(scope="module")
@@ -104,14 +101,13 @@ def test_nvfp4_in_fp32_is_within_2_ulp(format, library, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("format", "value", "message"),
-    [("mxfp4_e2m1", float("nan"), "has NaN scales"), ("nvfp4", 1e-37, "has no finite inverse")],
+    ("format", "value", "message"), [("mxfp4_e2m1", float("nan"), "has NaN scales"), ("nvfp4", 1e-37, "has no finite inverse")]
 )
 def test_scales_that_compressed_tensors_cannot_hold(format, value, message, tmp_path):
     model = model_of(format, SHAPES)
     with torch.no_grad():
         model[0].weight = torch.nn.Parameter(bfp.quantize(torch.full((64, 128), value), format))
-    save_checkpoint(tmp_path / "run", model, step=1)
+    bfp.save_checkpoint(tmp_path / "run", model, step=1)
     result = run("export", tmp_path / "run", tmp_path / "ct", "--to", "compressed-tensors")
     assert result.exit_code == 2
     assert message in result.output.replace("\n", "")

@@ -7,10 +7,9 @@ import os
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+from command import run
 
 import blockfp
-from blockfp import cli
 from blockfp.errors import BadFile
 
 CALLS = ("open", "fsync", "replace", "unlink", "mkdir", "listdir", "stat", "fstat", "preadv", "fchmod", "write")
@@ -74,7 +73,7 @@ class Writer:
 
 
 def command(*arguments):
-    result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+    result = run(*arguments)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     if result.exit_code:

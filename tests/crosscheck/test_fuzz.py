@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command import run
 from processes import LIMIT
 
 pytest.importorskip("torch", reason="checkpoints are PyTorch's")
@@ -154,21 +155,22 @@ def test_an_index_of_few_bytes_that_wants_much(checkpoint, text):
     refused(checkpoint, "is not an index of torch's DCP")
 
 
-@pytest.mark.parametrize("name", ["/dev/zero", "../x", "a/b", "..", ".", "", "a\0b", "\ud800", "x" * 300])
-def test_a_manifest_names_files_in_its_folder(checkpoint, name):
+def rewrite_files(checkpoint, change):
     path = checkpoint / manifest.MANIFEST
     content = json.loads(path.read_text())
-    content["files"][name] = {"length": 0, "sha256": "0" * 64}
+    change(content["files"])
     path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../x", "a/b", "..", ".", "", "a\0b", "\ud800", "x" * 300])
+def test_a_manifest_names_files_in_its_folder(checkpoint, name):
+    rewrite_files(checkpoint, lambda files: files.update({name: {"length": 0, "sha256": "0" * 64}}))
     refused(checkpoint, r"manifest\.json names .*, which is no file in its folder")
 
 
 @pytest.mark.parametrize("length", [-1, 2**63, "5", 0.5, None, True, [1]])
 def test_lengths_in_a_manifest_are_lengths(checkpoint, length):
-    path = checkpoint / manifest.MANIFEST
-    content = json.loads(path.read_text())
-    content["files"]["__0_0.distcp"]["length"] = length
-    path.write_text(json.dumps(content))
+    rewrite_files(checkpoint, lambda files: files["__0_0.distcp"].update(length=length))
     refused(checkpoint, "has no length and SHA-256 for '__0_0.distcp'")
 
 
@@ -207,8 +209,6 @@ def test_a_step_without_a_manifest_is_not_exported(checkpoint, tmp_path):
         with pytest.raises(fuzz.Refused):
             fuzz.command("export", source, out)()
     checkpoint.rename(tmp_path / "foreign")
-    from exported import run
-
     result = run("export", tmp_path / "foreign", out)
     assert result.exit_code == 0, result.output
     assert "foreign has no checksums" in result.output.replace("\n", "")
@@ -260,8 +260,6 @@ def test_an_archive_that_lies_about_its_size(tmp_path):
 
 
 def test_names_are_printed_as_they_are_written_in_python(tmp_path):
-    from exported import run
-
     path = tmp_path / "x.safetensors"
     blockfp.save(path, {"\x1b[2J\x07\n": np.ones(3, np.float32), "w": np.ones((2, 32), np.float32)})
     output = run("check", path, "--format", "mxfp8_e4m3", "--backend", "numpy").output
@@ -272,8 +270,6 @@ def test_names_are_printed_as_they_are_written_in_python(tmp_path):
 def test_a_full_disk_is_said_with_the_files_name(tmp_path):
     """By the functions and by the command, whichever part of a model it is."""
     import signal
-
-    from exported import run
 
     x = {"w": np.ones((64, 512), np.float32), "v": np.ones((64, 512), np.float32)}
     blockfp.save(tmp_path / "in.safetensors", x)

@@ -7,7 +7,8 @@ import random
 import numpy as np
 import pytest
 from bad_files import changed
-from released_files import BF16, E8M0, FP8, fp8_codes, run, some_bytes, spread, uniform, values_of, write
+from command import run
+from released_files import BF16, E8M0, FP8, fp8_codes, some_bytes, spread, uniform, values_of, write
 
 import blockfp
 from blockfp.errors import BadFile

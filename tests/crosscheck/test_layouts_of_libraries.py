@@ -1,11 +1,18 @@
-"""Quantized models that other libraries write, read with their bits and their values."""
+"""Quantized models that other libraries write, and that the command converts from one released layout to another."""
+
+import json
 
 import numpy as np
 import pytest
-from released_files import FP8, some_bytes, write
+from command import run
+from held_formats import FORMATS
+from released_files import BF16, FP8, fp8_codes, some_bytes, write
 
 import blockfp
+from blockfp.definition import layout
 from blockfp.errors import BadFile
+from blockfp.files.layouts import known
+from blockfp.files.layouts.known import LAYOUTS
 from blockfp.formats import Format
 
 
@@ -105,3 +112,139 @@ def test_a_state_dict_that_safetensors_has_saved(tmp_path):
         save_file(others, tmp_path / "model.safetensors")
         with pytest.raises(BadFile, match=told):
             blockfp.load(tmp_path)
+
+
+A, ONE = fp8_codes(8, 64).view(FP8), np.ones((), np.float32)
+
+
+def kept(format):
+    """The layouts that hold a format as it is."""
+    weight = blockfp.quantize(np.ones((128, 128), np.float32), format)
+    described = type("W", (), {"name": "a.weight", "format": format, "shape": weight.shape})
+    return [name for name, one in LAYOUTS.items() if one.problem(described) is None]
+
+
+PAIRS = [(format, name) for format in FORMATS for name in kept(format)]
+
+
+def test_every_layout_holds_some_format():
+    assert {name for _, name in PAIRS} == set(LAYOUTS)
+
+
+@pytest.mark.parametrize(("format", "name"), PAIRS, ids=str)
+def test_there_and_back(format, name, tmp_path):
+    """Values are the same; so are codes, and scales where blocks are those of the layout."""
+    rng = np.random.default_rng(3)
+    x = (rng.standard_normal((160, 256)) * np.exp(rng.standard_normal((160, 1)))).astype(BF16)
+    arrays = {"a.weight": blockfp.quantize(x, format), "lm_head.weight": x[:4], "a.bias": x[0]}
+    blockfp.save(tmp_path / "in.safetensors", arrays)
+    result = run("convert", tmp_path / "in.safetensors", tmp_path / "out", "--layout", name)
+    assert result.exit_code == 0, result.output
+    assert "1 quantized weights as they are, 0 requantized" in " ".join(result.output.split())
+    result = run("convert", tmp_path / "out", tmp_path / "back.safetensors", "--layout", "blockfp")
+    assert result.exit_code == 0, result.output
+    before, after = (blockfp.load(tmp_path / f"{file}.safetensors") for file in ("in", "back"))
+    assert before.keys() == after.keys()
+    a, b = before["a.weight"], after["a.weight"]
+    np.testing.assert_array_equal(a.codes, b.codes)
+    rows = (format.block or (1, 1))[0]
+    same_blocks = format.block == b.format.block
+    np.testing.assert_array_equal(a.scales if same_blocks else layout.repeat_scales(a.scales, rows, 160), b.scales)
+    if name == "compressed-tensors" and format.scale.two_level:
+        np.testing.assert_allclose(b.tensor_scale, a.tensor_scale, rtol=2.0**-23)
+    else:
+        np.testing.assert_array_equal(a.dequantize(np.float32), b.dequantize(np.float32))
+    np.testing.assert_array_equal(before["lm_head.weight"], after["lm_head.weight"])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_weight_is_requantized_once(name, monkeypatch, tmp_path):
+    calls, once = [], known.quantize
+    monkeypatch.setattr(known, "quantize", lambda *arguments: calls.append(1) or once(*arguments))
+    x = {f"{i}.weight": blockfp.quantize(np.ones((128, 256), np.float32), "mxfp6_e3m2") for i in range(2)}
+    blockfp.save(tmp_path / "in.safetensors", x)
+    assert run("convert", tmp_path / "in.safetensors", tmp_path / "out", "--layout", name).exit_code == 0
+    assert len(calls) == 2
+
+
+def test_scales_that_a_layout_can_not_hold_are_refused_where_they_are_made(tmp_path):
+    x = np.ones((128, 256), np.float32)
+    x[3, 4] = np.nan
+    blockfp.save(tmp_path / "in.safetensors", {"a.weight": blockfp.quantize(x, "mxfp8_e4m3")})
+    result = run("convert", tmp_path / "in.safetensors", tmp_path / "out", "--layout", "modelopt")
+    assert result.exit_code == 2
+    assert "has NaN scales, which modelopt would read as numbers" in " ".join(result.output.split())
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_a_layout_has_not_is_requantized_and_said(name, tmp_path):
+    x = np.random.default_rng(3).standard_normal((128, 256)).astype(np.float32)
+    q = blockfp.quantize(x, "mxfp6_e3m2")
+    blockfp.save(tmp_path / "in.safetensors", {"a.weight": q})
+    result = run("convert", tmp_path / "in.safetensors", tmp_path / "out", "--layout", name)
+    assert result.exit_code == 0, result.output
+    assert "requantized a.weight: mxfp6_e3m2 to" in " ".join(result.output.split())
+    (got,) = blockfp.load(tmp_path / "out").values()
+    target = LAYOUTS[name].nearest(q.format)
+    expected = blockfp.quantize(q.dequantize(), target)
+    np.testing.assert_array_equal(got.codes, expected.codes)
+    noise = ((got.dequantize() - x) ** 2).sum() / (x**2).sum()
+    assert noise < (0.03 if target.element.bits == 4 else 0.004)
+
+
+def test_scales_of_activations_are_left_out_and_named(tmp_path):
+    """Servers would look for them in a configuration that says nothing of them; what is no such scale stays."""
+    left = {"l.0.up.input_scale": ONE, "l.0.attn.k_scale": ONE, "l.0.attn.q.q_scale": np.ones(1, np.float32)}
+    kept = {
+        "l.0.attn.v_scale": np.ones(4, np.float32),
+        "l.1.input_scale": ONE,
+        "output_scale": ONE,
+        "l.0.up.bias": np.ones(8, BF16),
+    }
+    file = {"l.0.up.weight": A, "l.0.up.weight_scale": ONE, "l.0.attn.q.weight": A, "l.0.attn.q.weight_scale": ONE}
+    source = write(tmp_path / "model.safetensors", file | left | kept)
+    said = run("convert", source, tmp_path / "out", "--layout", "compressed-tensors")
+    assert said.exit_code == 0, said.output
+    text = " ".join(said.output.split())
+    assert "left out: 3 scales of activations" in text
+    assert all(name in text for name in left)
+    got = blockfp.load(tmp_path / "out")
+    assert set(got) == {"l.0.up.weight", "l.0.attn.q.weight", *kept}
+    said = run("convert", source, tmp_path / "own.safetensors", "--layout", "blockfp")
+    assert "left out" not in said.output
+    assert set(left) | set(kept) < set(blockfp.load(tmp_path / "own.safetensors"))
+
+
+def test_a_config_beside_the_model_stays(tmp_path):
+    (tmp_path / "in").mkdir()
+    blockfp.save(
+        tmp_path / "in" / "model.safetensors",
+        {"a.weight": blockfp.quantize(np.ones((128, 128), np.float32), "fp8_e4m3_128x128")},
+    )
+    (tmp_path / "in" / "config.json").write_text('{"model_type": "llama", "dtype": "bfloat16"}')
+    assert run("convert", tmp_path / "in", tmp_path / "out", "--layout", "fine-grained-fp8").exit_code == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_type"] == "llama"
+    assert config["quantization_config"]["weight_block_size"] == [128, 128]
+
+
+def test_a_model_is_held_against_its_source(tmp_path):
+    arrays = {"a.weight": np.random.default_rng(3).standard_normal((128, 256)).astype(BF16), "a.bias": np.ones(4, BF16)}
+    source = write(tmp_path / "source.safetensors", arrays)
+    own = tmp_path / "own.safetensors"
+    assert run("quantize", source, own, "--format", "fp8_e4m3_128x128_fp32").exit_code == 0
+    assert run("convert", own, tmp_path / "released", "--layout", "fine-grained-fp8").exit_code == 0
+    result = run("check", tmp_path / "released", "--source", source)
+    assert result.exit_code == 0, result.output
+    assert "a.weight: fp8_e4m3_128x128_fp32, SQNR 3" in result.output
+    assert "1 quantized weights and 1 other tensors" in result.output
+    q = blockfp.load(own)["a.weight"]
+    q.codes[3, 7] ^= 1
+    blockfp.save(tmp_path / "other.safetensors", {"a.weight": q, "a.bias": arrays["a.bias"]})
+    result = run("check", tmp_path / "other.safetensors", "--source", source)
+    assert result.exit_code == 1
+    assert "NO (other bits than blockfp makes of it)" in result.output
+    blockfp.save(tmp_path / "less.safetensors", {"a.weight": q})
+    assert run("check", tmp_path / "less.safetensors", "--source", source).exit_code == 2
+    assert run("check", own, "--source", source, "--format", "nvfp4").exit_code == 2

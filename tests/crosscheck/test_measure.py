@@ -76,10 +76,7 @@ def test_mxint8_counts_negative_codes():
     assert measured(x, "mxint8_floor").saturated == 2
 
 
-@pytest.mark.parametrize(
-    ("format", "exponents"),
-    [("fp8_e4m3", {-9: 1}), ("mxfp8_e4m3", {-8: 2}), ("nvfp4", {-3: 4})],
-)
+@pytest.mark.parametrize(("format", "exponents"), [("fp8_e4m3", {-9: 1}), ("mxfp8_e4m3", {-8: 2}), ("nvfp4", {-3: 4})])
 def test_scale_exponents(format, exponents):
     x = np.ones((2, 32), np.float32)
     assert scale_exponents(numerics.quantize(x, format), Format.parse(format)) == exponents

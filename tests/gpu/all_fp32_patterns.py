@@ -1,9 +1,4 @@
-"""All 2^32 fp32 patterns through each 8-bit element, in the kernels and in the definition, on one GPU.
-
-    python tests/gpu/all_fp32_patterns.py
-
-Takes about a minute, so it is a script and not a test.
-"""
+"""All 2^32 fp32 patterns through each 8-bit element on one GPU, a minute: `python tests/gpu/all_fp32_patterns.py`."""
 
 import time
 

@@ -1,20 +1,23 @@
-"""The CUDA kernel's AdamW step against the definition in NumPy, bit for bit; and the optimizer on a GPU."""
+"""The CUDA kernels' AdamW step and `requantize` against the definition, bit for bit; and the optimizer on a GPU."""
 
 import gc
 
 import numpy as np
 import pytest
+import torch
 from adamw_cases import FUSED, Parameter, table
-from cuda_arrays import to_gpu, to_numpy
+from any_scales import requantized, scales_of, shard_of_a_whole
+from arrays import values
+from blockfp.torch_backend.custom_ops import cuda, cuda_adamw
+from cuda_arrays import assert_same, to_gpu, to_numpy
 from same_bits import assert_same_bits
+from same_tensors import assert_equal
+from samples import sample
 
-torch = pytest.importorskip("torch")
-from blockfp.torch_backend.custom_ops import cuda_adamw  # noqa: E402
-
-from blockfp.definition import adamw, numerics  # noqa: E402
-from blockfp.formats import FORMATS, Format  # noqa: E402
-from blockfp.kernels import step_table  # noqa: E402
-from blockfp.kernels.step_table import two_passes  # noqa: E402
+from blockfp.definition import adamw, numerics
+from blockfp.formats import FORMATS, Format
+from blockfp.kernels import step_table
+from blockfp.kernels.step_table import two_passes
 
 SETTINGS = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
@@ -247,8 +250,7 @@ def test_capturable_with_found_inf_and_no_learning_rate_changes_nothing():
     optimizer.step()
     assert optimizer.state[params[0]]["step"].item() == 2
     for p, old in zip(params, before, strict=True):
-        for x, y in zip((x for x in parts(p) if x is not None), old, strict=True):
-            assert torch.equal(x, y)
+        assert_equal((x for x in parts(p) if x is not None), old)
 
 
 def test_many_steps_need_no_more_memory():
@@ -300,3 +302,45 @@ def test_steps_count_and_arrays_are_checked_in_one_call():
     params[5].grad = torch.randn(77, device="cuda", dtype=torch.bfloat16)
     optimizer.step()
     assert next(iter(optimizer._tables.values())) is not table
+
+
+def on_gpu(parts):
+    return [None if part is None else torch.tensor(np.asarray(part), device="cuda") for part in parts]
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_every_kind_of_input_and_scale(format):
+    for x, scales, key in requantized(format, ((133, 150), (2, 3, 33, 47), (64, 256), (0, 32))):
+        got = cuda.requantize(to_gpu(x), format, *on_gpu(scales), key=key)
+        assert_same(got, numerics.requantize(x, format, *scales, key=key), f"{format} {x.shape} {key}")
+        codes, expected = cuda.encode(to_gpu(x), format, *on_gpu(scales)), numerics.encode(x, format, *scales)
+        assert_same((codes, None, None), (expected, None, None), f"{format} {x.shape} encode")
+    strided = sample("gaussian", (150, 133))
+    got = cuda.requantize(to_gpu(strided).mT, format, *on_gpu(scales_of((133, 150), format, 0)), key=1)
+    assert_same(got, numerics.requantize(strided.T, format, *scales_of((133, 150), format, 0), key=1), f"{format} strided")
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_a_shard_with_amaxes_of_the_whole(format):
+    x, scales, amax, place = shard_of_a_whole(format)
+    got = cuda.requantize(to_gpu(x), format, *on_gpu(scales), amax=numerics.Amax(*on_gpu(amax)), **place)
+    assert_same(got, numerics.requantize(x, format, *scales, amax=amax, **place), str(format))
+
+
+WITHOUT_MASTERS = ("fp8_e4m3", "fp8_e4m3_row", "fp8_e4m3_128x128_fp32", "mxfp8_e4m3_32x32", "mxfp4_e2m1", "nvfp4_16x16")
+
+
+@pytest.mark.parametrize("name", [*WITHOUT_MASTERS, "nvfp4_4over6_16x16"])
+@pytest.mark.parametrize("moments", ["float32", "fp8"])
+def test_steps_are_those_of_a_cpu(name, moments):
+    import blockfp.torch as bfp
+
+    results, start = [], bfp.quantize(values((192, 328), 1), name)
+    for device in ("cpu", "cuda"):
+        p = torch.nn.Parameter(start.clone().to(device))  # on the CPU, too, one of its own
+        optimizer = bfp.AdamW([p], lr=1e-2, master=None, moments=moments, key=7)
+        for step in range(3):
+            p.grad = values((192, 328), step).to(device)
+            optimizer.step()
+        results.append([part.cpu() for part in (p.codes, p.scales, p.tensor_scale) if part is not None])
+    assert all(map(torch.equal, *results))

@@ -1,22 +1,19 @@
 """MX operands aligned on a GPU: the definition's bits, and products within the bound."""
 
+import numpy as np
 import pytest
+import torch
+from blockfp.torch_backend.custom_ops import cuda_layouts, products
+from cuda_arrays import capture
 
-torch = pytest.importorskip("torch")
-if torch.cuda.is_available():
-    import numpy as np
-    from blockfp.torch_backend.custom_ops import cuda_layouts, products
+import blockfp.torch as bfp
+from blockfp import recipes
+from blockfp.definition import alignment, layout, numerics
+from blockfp.formats import FORMATS, Format
 
-    import blockfp.torch as bfp
-    from blockfp import recipes
-    from blockfp.definition import alignment, layout, numerics
-    from blockfp.formats import FORMATS, Format
-
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the route is Hopper's", allow_module_level=True)
-    MX = [f for f in FORMATS if alignment.can_align(f) and "floor" not in f.name]
-else:
-    MX = []
+if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("the route is Hopper's", allow_module_level=True)
+MX = [f for f in FORMATS if alignment.can_align(f) and "floor" not in f.name]
 
 
 def assert_same_bits(codes, scales, format, columns):
@@ -215,10 +212,7 @@ def test_compiled_and_captured_layers_have_eager_bits():
     with torch.no_grad():
         eager = layer(x)
         assert torch.equal(torch.compile(layer, fullgraph=True)(x), eager)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = layer(x)
+        graph, captured = capture(lambda: layer(x))
         graph.replay()
         assert torch.equal(captured, eager)
 

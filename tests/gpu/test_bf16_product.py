@@ -1,15 +1,14 @@
 """Products of bfloat16 by the CUDA library: of integers, whose sums fp32 holds, so they are exact."""
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-if torch.cuda.is_available():
-    from blockfp.definition.groups import columns_for
-    from blockfp.kernels import cuda_library
-    from blockfp.kernels.products import plan_values
+from blockfp.definition.groups import columns_for
+from blockfp.kernels import cuda_library
+from blockfp.kernels.products import plan_values
 
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the kernel is Hopper's", allow_module_level=True)
+if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("the kernel is Hopper's", allow_module_level=True)
 
 TILES = range(2)
 

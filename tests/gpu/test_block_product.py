@@ -1,21 +1,20 @@
 """Products on codes by the CUDA library, against exact sums of what codes and scales stand for."""
 
 import pytest
+import torch
+from blockfp.torch_backend.custom_ops import products
+from blockfp.torch_backend.custom_ops.grouped_products import multiply_groups
+from blockfp.torch_backend.custom_ops.products import Matrix, multiply_parts
+from cuda_arrays import capture
 
-torch = pytest.importorskip("torch")
-if torch.cuda.is_available():
-    from blockfp.torch_backend.custom_ops import products
-    from blockfp.torch_backend.custom_ops.grouped_products import multiply_groups
-    from blockfp.torch_backend.custom_ops.products import Matrix, multiply_parts
+import blockfp.torch as bfp
+from blockfp.definition.groups import columns_for
+from blockfp.formats import Format
+from blockfp.kernels import cuda_library
+from blockfp.kernels.products import plan
 
-    import blockfp.torch as bfp
-    from blockfp.definition.groups import columns_for
-    from blockfp.formats import Format
-    from blockfp.kernels import cuda_library
-    from blockfp.kernels.products import plan
-
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the kernel is Hopper's", allow_module_level=True)
+if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("the kernel is Hopper's", allow_module_level=True)
 
 ROWS, SQUARES, TENSOR = "fp8_e4m3_1x128_fp32", "fp8_e4m3_128x128_fp32", "fp8_e4m3"
 GRADIENT, GRADIENT_TENSOR = "fp8_e5m2_1x128_fp32", "fp8_e5m2"
@@ -233,10 +232,7 @@ def test_replays_in_a_graph_with_other_ends(formats):
     right = Matrix([torch.stack([w.codes for w in weights]), torch.cat(scales)], Format.parse(formats[1]))
     out = torch.empty((256, 128), device="cuda")
     multiply_groups(left, right, ends, out=out)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        multiply_groups(left, right, ends, out=out)
+    graph, _ = capture(lambda: multiply_groups(left, right, ends, out=out))
     ends.copy_(torch.tensor([200, 256], dtype=torch.int32))
     graph.replay()
     assert torch.equal(out, multiply_groups(left, right, ends, dtype=torch.float32))
@@ -248,10 +244,7 @@ def test_dense_products_replay_in_a_graph(formats, own):
     a, b = bfp.quantize(random(256, 512), formats[0]), bfp.quantize(random(128, 512, seed=1), formats[1])
     out = torch.empty((256, 128), device="cuda")
     wanted = run(a, b, out, own=own).clone()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run(a, b, out, own=own)
+    graph, _ = capture(lambda: run(a, b, out, own=own))
     out.zero_()
     graph.replay()
     assert torch.equal(out, wanted)

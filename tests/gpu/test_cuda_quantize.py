@@ -2,18 +2,16 @@
 
 import numpy as np
 import pytest
+import torch
+from blockfp.torch_backend.custom_ops import cuda, cuda_layouts
+from cuda_arrays import assert_same, capture, to_gpu, to_numpy
+from same_tensors import assert_equal
 from samples import DTYPES, KINDS, all_patterns, sample
 
 from blockfp.definition import four_over_six, numerics
 from blockfp.formats import FORMATS, Format
+from blockfp.kernels import cuda_library
 from blockfp.kernels.calls import format_numbers
-
-torch = pytest.importorskip("torch")
-if torch.cuda.is_available():
-    from blockfp.torch_backend.custom_ops import cuda, cuda_layouts
-    from cuda_arrays import assert_same, to_gpu, to_numpy
-
-    from blockfp.kernels import cuda_library
 
 WITH_KERNELS = [format for format in FORMATS if not format.scale.four_over_six]
 BY_NAME = pytest.mark.parametrize("format", WITH_KERNELS, ids=str)
@@ -284,8 +282,7 @@ def test_nothing_else_is_written(format):
                 bands = torch.cat([b[:256], b[256 + n :]])
                 assert (bands == poison).all(), f"{format} {shape}"
             makers.append([i.contiguous().view(torch.uint8).clone() for i in inner])
-        for one, other in zip(*makers, strict=True):
-            assert torch.equal(one, other), f"{format} {shape}: not every byte is written"
+        assert_equal(*makers, f"{format} {shape}: not every byte is written")
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e4m3_row", "fp8_e4m3_1x128", "mxfp8_e4m3", "nvfp4"])
@@ -294,11 +291,12 @@ def test_graph_capture(name):
     xs = [sample("bf16_valued", (128, 256), "bfloat16", seed) for seed in (1, 2)]
     x = to_gpu(xs[0])
     cuda.quantize_both(x, format)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def both_and_values():
         both = cuda.quantize_both(x, format)
-        y = cuda.dequantize(*both.row, format, "bfloat16", columns=256)
+        return both, cuda.dequantize(*both.row, format, "bfloat16", columns=256)
+
+    graph, (both, y) = capture(both_and_values)
     for one in xs:
         x.copy_(to_gpu(one))
         graph.replay()

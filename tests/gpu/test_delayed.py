@@ -3,16 +3,16 @@
 import itertools
 
 import pytest
+import torch
+from arrays import values
+from blockfp.torch_backend.custom_ops import cuda_delayed
+from cuda_arrays import capture
 
-torch = pytest.importorskip("torch")
-from arrays import values  # noqa: E402
-from blockfp.torch_backend.custom_ops import cuda_delayed  # noqa: E402
-
-import blockfp.torch as bfp  # noqa: E402
-from blockfp import recipes  # noqa: E402
-from blockfp.definition import scaling  # noqa: E402
-from blockfp.formats import E4M3, E5M2  # noqa: E402
-from blockfp.recipes import Delayed  # noqa: E402
+import blockfp.torch as bfp
+from blockfp import recipes
+from blockfp.definition import scaling
+from blockfp.formats import E4M3, E5M2
+from blockfp.recipes import Delayed
 
 LENGTHS = (1, 2, 3, 16, 255, 256, 257, 258, 512, 513, 1024, 5000)
 # Zeros, subnormals, the ends of the range, and what nobody records.
@@ -135,9 +135,7 @@ def test_a_graph_that_is_captured_moves_the_same_state():
     on_gpu, on_cpu = model_of("cuda"), model_of("cpu")
     bfp.update_scales(on_gpu)
     bfp.update_scales(on_cpu)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        bfp.update_scales(on_gpu)
+    graph, _ = capture(lambda: bfp.update_scales(on_gpu))
     for step in range(4):
         for model in (on_gpu, on_cpu):
             record(model, step)

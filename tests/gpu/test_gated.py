@@ -3,22 +3,20 @@
 import math
 
 import pytest
+import torch
+from arrays import with_scales
+from blockfp.torch_backend.custom_ops import gated_kernels, gated_ops
+from blockfp.torch_backend.custom_ops.activations import Gating, activate, gate_and_up, gradients, joined
+from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
+from blockfp.torch_backend.linear.prologue import activation
+from blockfp.torch_backend.modules.gated_product import gated_product
+from cuda_arrays import capture
+from same_tensors import assert_same
 
+import blockfp.torch as bfp
 from blockfp import recipes
 from blockfp.formats import Format
-
-torch = pytest.importorskip("torch")
-if torch.cuda.is_available():
-    from arrays import with_scales
-    from blockfp.torch_backend.custom_ops import gated_kernels, gated_ops
-    from blockfp.torch_backend.custom_ops.activations import Gating, activate, gate_and_up, gradients, joined
-    from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
-    from blockfp.torch_backend.linear.prologue import activation
-    from blockfp.torch_backend.modules.gated_product import gated_product
-    from same_tensors import assert_same
-
-    import blockfp.torch as bfp
-    from blockfp.kernels.calls import OperandCast
+from blockfp.kernels.calls import OperandCast
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2")
 LAYOUTS = ("alone", "apart", "halves", "pairs")
@@ -224,12 +222,9 @@ def test_compiled_and_captured(name):
         torch.testing.assert_close(wanted[1].pop(1), wanted[0].pop(1), rtol=2**-7, atol=2**-10)
     assert_same(wanted[1], wanted[0], f"compiled {name}")
     static = hidden.clone()
-    graph = torch.cuda.CUDAGraph()
     with torch.no_grad():
         eager = run(static)
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            captured = run(static)
+        graph, captured = capture(lambda: run(static))
         graph.replay()
         assert_same([captured], [eager], f"captured {name}")
     assert layer(x).shape == x.shape

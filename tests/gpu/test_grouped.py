@@ -1,29 +1,30 @@
-"""Rows in groups on a GPU: bits of each group by itself, products, nothing that waits for the device, graphs."""
+"""Rows in groups and experts that ranks share, on GPUs: bits of each group by itself, products, graphs."""
 
+import functools
 import warnings
 
+import arrays
+import gloo
 import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from blockfp.torch_backend.custom_ops import cuda_groups
+from same_tensors import assert_equal
 
+import blockfp.torch as bfp
 from blockfp import formats, recipes
 from blockfp.definition import groups, rotation
 from blockfp.definition.numerics import Quantized
-
-torch = pytest.importorskip("torch")
-if torch.cuda.is_available():
-    from blockfp.torch_backend.custom_ops import cuda_groups
-
-    import blockfp.torch as bfp
-    from blockfp.kernels import cuda_library
+from blockfp.kernels import cuda_library
 
 COUNTS = (5, 0, 130, 128, 257, 0, 1, 40)
-# tests/gpu/test_rows.py has fp8_row. The groups' kernels rotate NVFP4 alone, and choose no scales.
+# test_linear.py has fp8_row. The groups' kernels rotate NVFP4 alone, and choose no scales.
 ALL_AT_ONCE = [name for name in recipes.RECIPES if name not in ("fp8_row", "mxfp4_rotated", "nvfp4_4over6")]
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-def values(shape, seed=0, dtype="bfloat16", scale=1.0):
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
-    return x.to(getattr(torch, dtype))
+values = functools.partial(arrays.values, dtype=torch.bfloat16)
 
 
 def ends_of(counts):
@@ -43,7 +44,7 @@ def defined(x, counts, format, *, columnwise, keys=None, rotate=False, eps=0.0):
     return [part for part in parts if part is not None], ends
 
 
-def assert_same(found, wanted, ends, tokens, features, format, columnwise):
+def assert_same_groups(found, wanted, ends, tokens, features, format, columnwise):
     """Compares what belongs to groups: the zeros that fill them up too."""
     found, wanted = on_host(found), list(wanted)
     where = list(groups.groups_of(ends, tokens))
@@ -76,7 +77,7 @@ def test_bits_are_those_of_the_groups_by_themselves(name, dtype):
     assert cuda_library.available(), cuda_library.status()
     format, tokens = formats.Format.parse(name), sum(COUNTS) + 9
     for features in (256, 200, 77):
-        x = values((tokens, features), dtype=dtype)
+        x = values((tokens, features), dtype=getattr(torch, dtype))
         words = cuda_groups.group_rows(ends_of(COUNTS), tokens)
         both = cuda_groups.quantize_groups(x.cuda(), words, len(COUNTS), format, format)
         rows = cuda_groups.quantize_groups(x.cuda(), words, len(COUNTS), format, None)
@@ -84,7 +85,7 @@ def test_bits_are_those_of_the_groups_by_themselves(name, dtype):
         for columnwise, found, alone in ((False, both.row, rows.row), (True, both.column, columns.column)):
             wanted, ends = defined(x, COUNTS, format, columnwise=columnwise)
             for parts in (found, alone):
-                assert_same(parts, wanted, ends, tokens, features, format, columnwise)
+                assert_same_groups(parts, wanted, ends, tokens, features, format, columnwise)
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4_e2m1", "mxfp8_e4m3", "fp8_e4m3"])
@@ -101,7 +102,7 @@ def test_random_bits_and_rotation_begin_with_each_group(name, rotate):
         found = cuda_groups.quantize_groups(x.cuda(), words, len(COUNTS), format, format, **options)
         for columnwise, parts in ((False, found.row), (True, found.column)):
             wanted, ends = defined(x, COUNTS, format, columnwise=columnwise, keys=keys, rotate=rotate)
-            assert_same(parts, wanted, ends, tokens, features, format, columnwise)
+            assert_same_groups(parts, wanted, ends, tokens, features, format, columnwise)
 
 
 def test_where_groups_lie():
@@ -180,7 +181,7 @@ def test_layers_on_both_devices(recipe):
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "mxfp8"])
 def test_other_dtypes(recipe, dtype):
     layer, tokens = layer_of(recipe, getattr(torch, dtype)), sum(COUNTS)
-    x, gradient = values((tokens, 256), 4, dtype).cuda(), values((tokens, 384), 5, dtype).cuda()
+    x, gradient = (values((tokens, n), seed, dtype=getattr(torch, dtype)).cuda() for n, seed in ((256, 4), (384, 5)))
     here = bfp.GroupedLinear(len(COUNTS), 256, 384, recipe=recipe, dtype=getattr(torch, dtype))
     here.load_state_dict({name: value.cpu() for name, value in layer.state_dict().items()})
     with warnings.catch_warnings():
@@ -224,8 +225,7 @@ def test_graphs_follow_counts(recipe):
         got = [one.clone() for one in found]
         if layer.step is not None:
             layer.step.zero_()
-        for one, other in zip(got, step(layer, x, counts.clone(), gradient), strict=True):
-            assert torch.equal(one, other), (recipe, seed)
+        assert_equal(got, step(layer, x, counts.clone(), gradient), (recipe, seed))
 
 
 def test_rows_past_the_last_end_are_zeros():
@@ -251,8 +251,7 @@ def test_compiled_layers(recipe):
     counts = torch.tensor(COUNTS, device="cuda")
     wanted = step(layer, x, counts, gradient)
     layer.compile(fullgraph=True)
-    for one, other in zip(step(layer, x, counts, gradient), wanted, strict=True):
-        assert torch.equal(one, other)
+    assert_equal(step(layer, x, counts, gradient), wanted)
 
 
 def test_no_groups_and_no_rows():
@@ -262,3 +261,86 @@ def test_no_groups_and_no_rows():
         y, *grads = step(layer, x, torch.zeros(len(COUNTS), dtype=torch.int64, device="cuda"), values((0, 384)).cuda())
         assert y.shape == (0, 384)
         assert not any(grad.any() for grad in grads)
+
+
+EXPERTS, IN, HIDDEN, TOKENS = 8, 512, 256, 300
+
+
+def made(recipe, ranks):
+    """The same on every rank: weights of all experts, and each rank's tokens, their experts and weights, a gradient."""
+    random = torch.Generator().manual_seed(0)
+    format = recipes.parse(recipe).weight.format
+    up = torch.randn(EXPERTS, 2 * HIDDEN, IN, generator=random, dtype=torch.bfloat16) / 16
+    down = torch.randn(EXPERTS, IN, HIDDEN, generator=random, dtype=torch.bfloat16) / 16
+    each = []
+    for rank in range(ranks):
+        tokens = TOKENS + 31 * rank
+        x, gradient = (torch.randn(tokens, IN, generator=random, dtype=torch.bfloat16) for _ in range(2))
+        # Expert 5 gets nothing.
+        experts = torch.rand(tokens, EXPERTS - 1, generator=random).argsort(1)[:, :2]
+        each.append([x, experts + 2 * (experts == 5), torch.rand(tokens, 2, generator=random), gradient])
+    return [bfp.quantize(weight.cuda(), format) for weight in (up, down)], [[one.cuda() for one in rank] for rank in each]
+
+
+def run(weights, tokens, recipe, group, key=3):
+    up, down = (weight.detach().requires_grad_() for weight in weights)
+    x, experts, scores, gradient = tokens
+    x, scores = x.clone().requires_grad_(), scores.clone().requires_grad_()
+    received = bfp.dispatch(x, experts, EXPERTS, recipe=recipe, group=group, key=key)
+    gate, value = received.multiply(received.tokens, up).chunk(2, 1)
+    y = bfp.combine(received.multiply(F.silu(gate) * value, down), received, scores)
+    y.backward(gradient)
+    return y.detach(), x.grad, scores.grad, up.grad, down.grad
+
+
+def bits_of_one_process(rank):
+    for recipe in ("mxfp8", "fp8_current", "fp8_block"):
+        compared(rank, recipe)
+
+
+def compared(rank, recipe):
+    ranks = dist.get_world_size()
+    weights, each = made(recipe, ranks)
+    alone = run(weights, [torch.cat(parts) for parts in zip(*each, strict=True)], recipe, None)
+    chunk = -(-EXPERTS // ranks)
+    own = [weight[rank * chunk : (rank + 1) * chunk] for weight in weights]
+    first = sum(len(tokens[0]) for tokens in each[:rank])
+    together = run(own, each[rank], recipe, dist.group.WORLD)
+    names = ("y", "x.grad", "scores.grad", "up.grad", "down.grad")
+    for name, got, whole in zip(names, together, alone, strict=True):
+        begin = rank * chunk if name in ("up.grad", "down.grad") else first
+        expected = whole[begin : begin + len(got)]
+        assert whole.isfinite().all()
+        assert torch.equal(got, expected), f"{name}: {(got != expected).float().mean()}"
+
+
+def test_ranks_that_share_experts_give_the_bits_of_one_process():
+    gloo.run(min(2, torch.cuda.device_count()), __file__, "bits_of_one_process", backend="nccl")
+
+
+def test_rows_are_those_of_the_cpu():
+    for recipe in ("mxfp8", "fp8_block", "mxfp4", "nvfp4"):
+        _, each = made(recipe, 1)
+        x, experts, *_ = each[0]
+        own = [bfp.dispatch(one, to, EXPERTS, recipe=recipe) for one, to in ((x, experts), (x.cpu(), experts.cpu()))]
+        for on_gpu, on_cpu in zip(*(one.tokens.parts for one in own), strict=True):
+            assert torch.equal(on_gpu.cpu(), on_cpu)
+        assert torch.equal(own[0].offs.cpu(), own[1].offs)
+
+
+def test_products_of_all_experts_at_once_are_near_those_of_the_cpu():
+    """bfloat16, which they are for; the codes are the same, and the order of sums is another."""
+    for recipe in ("mxfp8", "fp8_current", "fp8_block", "nvfp4"):
+        weights, each = made(recipe, 1)
+        on_gpu = run(weights, each[0], recipe, None)
+        on_cpu = run([weight.cpu() for weight in weights], [one.cpu() for one in each[0]], recipe, None)
+        for name, ours, theirs in zip(("y", "x.grad", "scores.grad", "up.grad", "down.grad"), on_gpu, on_cpu, strict=True):
+            error = (ours.cpu().float() - theirs.float()).norm() / theirs.float().norm()
+            assert error < (0.08 if recipe == "nvfp4" else 0.02), f"{recipe}, {name}: {error}"
+
+
+def test_the_host_does_not_wait_on_one_gpu(waiting_raises):
+    weights, (tokens,) = made("mxfp8", 1)
+    run(weights, tokens, "mxfp8", None, key=None)
+    with waiting_raises():
+        run(weights, tokens, "mxfp8", None, key=None)

@@ -1,7 +1,4 @@
-"""`grouped_linear` on a GPU: each group is the `linear` of its rows, whatever kernels and products carry either out.
-
-And tokens on their way to experts on as many GPUs as there are.
-"""
+"""`grouped_linear` on a GPU equals the `linear` of each group's rows; tokens travel to experts on all GPUs."""
 
 from functools import partial
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from same_bits import assert_same_parts
 from samples import KINDS, bits_of, sample
 
 import blockfp.jax as bfp
@@ -16,13 +17,6 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a 
 choice = pytest.importorskip("blockfp.jax_backend.implementations.choice")
 ops = pytest.importorskip("blockfp.jax_backend.implementations.ops")
 SHAPE = (133, 150)
-
-
-def same_parts(q, expected):
-    for a, b in zip((q.codes, q.scales, q.tensor_scale), expected, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            np.testing.assert_array_equal(bits_of(np.asarray(a)), bits_of(np.asarray(b)))
 
 
 def can(name, operation, format, stochastic=False):
@@ -43,10 +37,10 @@ def test_bits(format, name):
         x = sample(kind, SHAPE, "bfloat16")
         expected = numerics.quantize(x, format)
         if can(name, "quantize", format):
-            same_parts(bfp.quantize(x, format, implementation=name), expected)
+            assert_same_parts(bfp.quantize(x, format, implementation=name), expected)
         if can(name, "quantize", format, stochastic=True):
             q = bfp.quantize(x, format, key=2**40 + 7, implementation=name)
-            same_parts(q, numerics.quantize(x, format, key=2**40 + 7))
+            assert_same_parts(q, numerics.quantize(x, format, key=2**40 + 7))
         if can(name, "dequantize", format):
             parts = (None if part is None else jnp.asarray(part) for part in expected)
             q = bfp.QuantizedArray.from_parts(*parts, format=format, columns=SHAPE[1], dtype=x.dtype)
@@ -76,12 +70,12 @@ def test_directions(format, options):
                 flipped = rotate(flipped) if turned else flipped
             expected = [numerics.quantize(each, format, eps=eps, key=key) for each in (x, flipped)]
             how = {"format": format, "eps": eps, "rotate": turned}
-            same_parts(ops.quantize_columnwise(x, words, **how), expected[1])
+            assert_same_parts(ops.quantize_columnwise(x, words, **how), expected[1])
             both = ops.quantize_both(x, None if key is None else np.tile(words, 2), **how)
             for got, want in zip(both, expected, strict=True):
-                same_parts(got, want)
+                assert_same_parts(got, want)
             if eps:
-                same_parts(ops.quantize(x, None, format=format, eps=eps), expected[0])
+                assert_same_parts(ops.quantize(x, None, format=format, eps=eps), expected[0])
 
 
 @pytest.mark.parametrize("name", [None, *choice.NAMES])
@@ -101,7 +95,7 @@ def test_transformations(name):
     np.testing.assert_array_equal(np.asarray(jax.jit(jax.grad(loss))(x)), np.asarray(jax.grad(lambda x: loss(x))(x)))
     on_cpu = jax.device_put(x, jax.devices("cpu")[0])
     if name in (None, "xla"):
-        same_parts(bfp.quantize(on_cpu, MXFP8, implementation=name), numerics.quantize(x, MXFP8))
+        assert_same_parts(bfp.quantize(on_cpu, MXFP8, implementation=name), numerics.quantize(x, MXFP8))
 
 
 @pytest.mark.parametrize("shape", [SHAPE, (2, 40, 24), (0, 16)])

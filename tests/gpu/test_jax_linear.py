@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from operands import KEY, operand
 
 import blockfp.jax as bfp
 from blockfp import recipes
 from blockfp.definition import numerics
-from blockfp.definition.rotation import rotate
-from blockfp.definition.rounding import fold_in
 from blockfp.kernels.products import BLOCK_SCALES
 from blockfp.kernels.routes import Route
 from blockfp.recipes import PRODUCTS, RECIPES
@@ -25,7 +24,6 @@ from blockfp.jax_backend.linear import products
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-KEY = 7
 # Sums of tensor cores: fp32 with 14 bits or more where they accumulate fast.
 FAST, PRECISE = 2.0**-10, 2.0**-12
 INPUT_SCALE, GRADIENT_SCALE = 60.0, 900.0
@@ -42,24 +40,6 @@ def sizes(tokens=256, out=384, features=512, dtype="bfloat16"):
         values((out, features), 1, 0.1, dtype),
         values((tokens, out), 2, dtype=dtype),
     )
-
-
-def operand(x, recipe, name, direction):
-    """The definition's values of one operand, float64."""
-    x, cast = np.asarray(x), recipe.cast(name, direction)
-    turned = direction == "columnwise"
-    if name == "weight" and cast.format is None:
-        cast = recipe.weight  # a product takes the values of what is stored
-    if cast.format is None:
-        return (x.T if turned else x).astype(np.float64)
-    if turned and name != "weight":  # A weight is stored once.
-        x = x.T
-    x = np.ascontiguousarray(rotate(x) if cast.rotate else x)
-    scale = {"input": INPUT_SCALE, "gradient": GRADIENT_SCALE}.get(name) if recipe.delayed else None
-    key = fold_in(KEY, int(turned)) if cast.stochastic else None
-    q = numerics.quantize(x, cast.format, key=key, multiplier=None if scale is None else np.float32(scale))
-    y = numerics.dequantize(*q, cast.format, "float32", columns=x.shape[-1]).astype(np.float64)
-    return y.T if turned and name == "weight" else y
 
 
 def assert_product(got, a, b, sums):
@@ -97,8 +77,9 @@ def check(recipe, x, w, g):
     recipe, arrays = recipes.parse(recipe), {"input": x, "weight": w, "gradient": g}
     # On several devices XLA multiplies, and chooses how it sums.
     gradients = PRECISE if jax.device_count() == 1 else FAST
+    scales = {"input": np.float32(INPUT_SCALE), "gradient": np.float32(GRADIENT_SCALE)} if recipe.delayed else {}
     for got, (a, b), sums in zip(run(recipe, x, w, g), PRODUCTS.values(), (FAST, gradients, gradients), strict=True):
-        assert_product(got, *(operand(arrays[o[0]], recipe, *o) for o in (a, b)), sums)
+        assert_product(got, *(operand(arrays[o[0]], recipe, *o, scales.get(o[0])) for o in (a, b)), sums)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -166,8 +147,7 @@ def test_the_library_multiplies_as_the_values_do(a, b, shape):
 
 
 @pytest.mark.parametrize(
-    ("a", "b"),
-    [("fp8_e5m2", "fp8_e5m2"), ("fp8_e4m3_1x128", "fp8_e4m3_128x128"), ("fp8_e4m3_128x128", "fp8_e5m2_1x128")],
+    ("a", "b"), [("fp8_e5m2", "fp8_e5m2"), ("fp8_e4m3_1x128", "fp8_e4m3_128x128"), ("fp8_e4m3_128x128", "fp8_e5m2_1x128")]
 )
 @pytest.mark.parametrize("shape", [(77, 33, 41), (3, 200, 520)])
 def test_hopper_multiplies_any_lengths(a, b, shape):

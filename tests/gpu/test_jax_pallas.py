@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from samples import DTYPES, KINDS, all_patterns, bits_of, sample
+from same_bits import assert_same_bits
+from samples import DTYPES, KINDS, all_patterns, sample
 
 from blockfp.definition import numerics
 from blockfp.formats import FORMATS
@@ -27,25 +28,6 @@ def inputs(format, dtype, shape):
     return [np.concatenate(kinds)]
 
 
-def same(got, expected):
-    got, expected = np.asarray(got), np.asarray(expected)
-    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
-    different = np.argwhere(bits_of(got) != bits_of(expected))
-    assert len(different) == 0, (
-        len(different),
-        different[:4],
-        bits_of(got)[tuple(different[0])],
-        bits_of(expected)[tuple(different[0])],
-    )
-
-
-def same_parts(got, expected):
-    for a, b in zip(got, expected, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            same(a, b)
-
-
 def formats(operation):
     return [f for f in FORMATS if arrays.refusal(operation, f) is None]
 
@@ -62,7 +44,7 @@ def test_rowwise(format, dtype):
     run = jax.jit(lambda x: arrays.quantize(x, format))
     for shape in (WHOLE, RAGGED):
         for x in inputs(format, dtype, shape):
-            same_parts(run(x), numerics.quantize(x, format))
+            assert_same_bits(run(x), numerics.quantize(x, format))
 
 
 @every_case("quantize_columnwise")
@@ -70,7 +52,7 @@ def test_columnwise(format, dtype):
     run = jax.jit(lambda x: arrays.columnwise_quantize(x, format, rows=False)[1])
     for shape in (WHOLE, RAGGED):
         for x in inputs(format, dtype, shape):
-            same_parts(run(x), numerics.quantize(np.swapaxes(x, 0, 1), format))
+            assert_same_bits(run(x), numerics.quantize(np.swapaxes(x, 0, 1), format))
 
 
 @every_case("quantize_both")
@@ -79,8 +61,8 @@ def test_both(format, dtype):
     for shape in (WHOLE, RAGGED):
         for x in inputs(format, dtype, shape):
             rows, columns = run(x)
-            same_parts(rows, numerics.quantize(x, format))
-            same_parts(columns, numerics.quantize(np.swapaxes(x, 0, 1), format))
+            assert_same_bits(rows, numerics.quantize(x, format))
+            assert_same_bits(columns, numerics.quantize(np.swapaxes(x, 0, 1), format))
 
 
 @pytest.mark.parametrize("format", formats("dequantize"), ids=str)
@@ -90,12 +72,12 @@ def test_dequantize(format):
             run = jax.jit(partial(arrays.dequantize_array, format=format, dtype=dtype, columns=shape[1]))
             for x in inputs(format, "float32", shape)[:4]:
                 parts = numerics.quantize(x, format)
-                same(run(*parts), numerics.dequantize(*parts, format, dtype, columns=shape[1]))
+                assert_same_bits(run(*parts), numerics.dequantize(*parts, format, dtype, columns=shape[1]))
             rng = np.random.default_rng(0)
             codes = rng.integers(0, 256, parts.codes.shape, dtype=np.uint8)
             scales = rng.integers(0, 256, (*parts.scales.shape, parts.scales.itemsize), dtype=np.uint8)
             foreign = (codes, scales.view(parts.scales.dtype)[..., 0], parts.tensor_scale)
-            same(run(*foreign), numerics.dequantize(*foreign, format, dtype, columns=shape[1]))
+            assert_same_bits(run(*foreign), numerics.dequantize(*foreign, format, dtype, columns=shape[1]))
 
 
 def test_amax():
@@ -103,7 +85,7 @@ def test_amax():
     for dtype in DTYPES:
         for kind in KINDS:
             x = sample(kind, RAGGED, dtype)
-            same(run(x), numerics.amax(x, "fp8_e4m3").blocks.reshape(()))
+            assert_same_bits(run(x), numerics.amax(x, "fp8_e4m3").blocks.reshape(()))
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e4m3_1x128", "mxfp8_e4m3", "mxfp8_e5m2_32x32", "nvfp4"])
@@ -112,13 +94,13 @@ def test_leading_axes_and_small_arrays(name):
     for shape in ((2, 3, 37, 45), (1, 1), (3, 5, 32), (2, 0)):
         x = sample("bf16_valued", shape, "bfloat16")
         got = jax.jit(lambda x: arrays.quantize(x, format))(x)
-        same_parts(got, numerics.quantize(x, format))
+        assert_same_bits(got, numerics.quantize(x, format))
         values = arrays.dequantize_array(*got, format, "float32", columns=shape[-1])
-        same(values, numerics.dequantize(*numerics.quantize(x, format), format, "float32", columns=shape[-1]))
+        assert_same_bits(values, numerics.dequantize(*numerics.quantize(x, format), format, "float32", columns=shape[-1]))
         if arrays.refusal("quantize_both", format) is None:
             rows, columns = jax.jit(lambda x: arrays.columnwise_quantize(x, format, rows=True))(x)
-            same_parts(rows, numerics.quantize(x, format))
-            same_parts(columns, numerics.quantize(np.swapaxes(x, -1, -2), format))
+            assert_same_bits(rows, numerics.quantize(x, format))
+            assert_same_bits(columns, numerics.quantize(np.swapaxes(x, -1, -2), format))
 
 
 def test_more_than_2_to_the_31_elements():
@@ -127,5 +109,5 @@ def test_more_than_2_to_the_31_elements():
     x = jax.jit(lambda: jax.lax.broadcasted_iota(jnp.int32, (rows, 4096), 0).astype(jnp.bfloat16))()
     codes, scales, _ = jax.jit(lambda x: arrays.quantize(x, format))(x)
     tail = np.asarray(x[-64:])
-    same(codes[-64:], numerics.quantize(tail, format).codes)
-    same(scales[-64:], numerics.quantize(tail, format).scales)
+    assert_same_bits(codes[-64:], numerics.quantize(tail, format).codes)
+    assert_same_bits(scales[-64:], numerics.quantize(tail, format).scales)

@@ -1,69 +1,42 @@
-"""Linear layers on a GPU: every recipe against the product of its operands, the matrix units' routes, compilation, graphs."""
+"""Linear layers on a GPU: every recipe against its operands' product, the sums' bound, routes, compilation, graphs."""
 
+import functools
+import warnings
+
+import arrays
 import pytest
+import torch
+from blockfp.torch_backend.custom_ops.key_ops import gradient_keys
+from cuda_arrays import capture
+from linear_reference import hold_linear
+from same_tensors import assert_equal
+from training import train
 
+import blockfp.torch as bfp
 from blockfp import recipes
+from blockfp.kernels import cuda_library, switch
 from blockfp.recipes import Cast
-
-torch = pytest.importorskip("torch")
-if torch.cuda.is_available():
-    from blockfp.torch_backend.custom_ops.key_ops import gradient_keys
-    from blockfp.torch_backend.linear.linear import LinearState
-    from linear_reference import assert_close, expected
-
-    import blockfp.torch as bfp
-    from blockfp.kernels import cuda_library, switch
 
 # Sums of tensor cores: fp32 with 14 bits or more where they accumulate fast.
 FAST, PRECISE = 2.0**-10, 2.0**-12
+SHAPE = (256, 384, 512)
 
 
-def values(shape, seed, scale=1.0, dtype=None):
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
-    return x.to("cuda", dtype or torch.bfloat16)
-
-
-def run(recipe, shape=(256, 384, 512), dtype=None, weight_format=None):
-    """(result, expected) of one forward and backward with tokens, out, in."""
-    tokens, n, k = shape
-    x, weight, gradient = (
-        values((tokens, k), 0, dtype=dtype),
-        values((n, k), 1, 0.1, dtype),
-        values((tokens, n), 2, dtype=dtype),
-    )
-    recipe = recipes.parse(recipe)
-    scales = {"input_scale": None, "gradient_scale": None}
-    state = None
-    if recipe.delayed:
-        scales = {"input_scale": torch.tensor(60.0, device="cuda"), "gradient_scale": torch.tensor(900.0, device="cuda")}
-        state = LinearState(
-            torch.zeros(4, device="cuda"), scales["input_scale"], torch.zeros(4, device="cuda"), scales["gradient_scale"]
-        )
-    stored = weight if recipe.weight.format is None else bfp.quantize(weight, recipe.weight.format)
-    x, stored = x.requires_grad_(), stored.requires_grad_()
-    y = bfp.linear(x, stored, recipe=recipe, state=state, key=7)
-    y.backward(gradient)
-    return (y, x.grad, stored.grad), expected(x.detach(), weight, gradient, recipe, key=7, **scales), state
+values = functools.partial(arrays.values, dtype=torch.bfloat16, device="cuda")
+hold = functools.partial(hold_linear, sums=(FAST, PRECISE, PRECISE), device="cuda")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 @pytest.mark.parametrize("name", recipes.RECIPES)
 def test_products(name, dtype):
     assert cuda_library.available(), cuda_library.status()
-    got, wanted, state = run(name, dtype=getattr(torch, dtype))
-    for actual, result, sums in zip(got, wanted, (FAST, PRECISE, PRECISE), strict=True):
-        assert_close(actual, result, sums=sums)
-    if state is not None:
-        assert state.input_amax_history[0] == values((256, 512), 0, dtype=getattr(torch, dtype)).abs().max()
-        assert state.gradient_amax_history[0] == values((256, 384), 2, dtype=getattr(torch, dtype)).abs().max()
+    hold(name, shape=SHAPE, dtype=getattr(torch, dtype))
 
 
 @pytest.mark.parametrize("name", recipes.RECIPES)
 @pytest.mark.parametrize("shape", [(144, 48, 80), (77, 33, 50), (1, 16, 16), (0, 32, 48), (400, 256, 144)])
 def test_ragged_shapes(name, shape):
-    got, wanted, _ = run(name, shape)
-    for actual, result, sums in zip(got, wanted, (FAST, PRECISE, PRECISE), strict=True):
-        assert_close(actual, result, sums=sums)
+    hold(name, shape=shape, dtype=torch.bfloat16)
 
 
 MIXED = {
@@ -77,9 +50,7 @@ MIXED = {
 
 @pytest.mark.parametrize("case", MIXED)
 def test_mixed(case):
-    got, wanted, _ = run(recipes.fp8_current().replace(**MIXED[case]))
-    for actual, result, sums in zip(got, wanted, (FAST, PRECISE, PRECISE), strict=True):
-        assert_close(actual, result, sums=sums)
+    hold(recipes.fp8_current().replace(**MIXED[case]), shape=SHAPE, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +71,7 @@ def test_hopper_multiplies_codes(name, calls, monkeypatch):
     # Plans hold the library's functions.
     with switch.definition_only():
         pass
-    run(name)
+    hold(name, shape=SHAPE, dtype=torch.bfloat16)
     assert len(fast) == calls
     # Blocks are always summed precisely, and so are aligned operands.
     assert fast == [name not in ("fp8_block", "fp8_row", "mxfp8"), False, False][:calls]
@@ -172,16 +143,12 @@ def test_graph_of_a_layer(name):
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         step()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     with torch.no_grad():
         x.copy_(values((64, 256), 5))
     graph.replay()
     torch.cuda.synchronize()
-    for a, b in zip(captured, step(), strict=True):
-        assert torch.equal(a, b)
+    assert_equal(captured, step())
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -200,3 +167,91 @@ def test_an_inf_leaves_nothing_finite(name, compiled):
         y = run(x)
         grads = torch.autograd.grad(y, (x, layer.weight), g)
         assert tuple(part.isfinite().float().mean().item() for part in (y, *grads)) == wanted
+
+
+PAIRS = (("nvfp4", "nvfp4_16x16"), ("mxint8", "mxint8_32x32"), ("fp8_e4m3_1x128_fp32", "mxfp4_e2m1_32x32"))
+
+
+@pytest.mark.parametrize("formats", PAIRS, ids="-".join)
+@pytest.mark.parametrize("shape", [(64, 96, 512), (33, 17, 4100), (16, 16, 16384)])
+@pytest.mark.parametrize("cancelling", [False, True])
+def test_products_of_values(formats, shape, cancelling):
+    """In formats that no unit of Hopper multiplies as codes."""
+    m, n, k = shape
+    x, weight = values((m, k), 0, dtype=torch.float32), values((n, k), 1, dtype=torch.float32) * 0.1
+    if cancelling:
+        half = k // 2
+        x[:, half : 2 * half], weight[:, half : 2 * half] = x[:, :half], -weight[:, :half]
+    a, b = bfp.quantize(x, formats[0]), bfp.quantize(weight, formats[1])
+    recipe = recipes.qat(formats[1], formats[0])
+    y = bfp.linear(x, b, recipe=recipe)
+    left, right = (q.dequantize(torch.float32).double() for q in (a, b))
+    lost = 2 * (k + 4) * 2.0**-24 * (left.abs() @ right.abs().mT)
+    wanted = left @ right.mT
+    error = (y.detach().double() - wanted).abs()
+    assert bool((error <= lost + 2.0**-24 * (wanted.abs() + lost) + 1e-30).all()), f"{(error / lost).max():.3} times the bound"
+
+
+def layer_of_rows(device):
+    made = bfp.Linear(256, 384, recipe="fp8_row", dtype=torch.bfloat16)
+    bfp.load_high_precision_(made.weight, values((384, 256), 1, device="cpu"))
+    with torch.no_grad():
+        made.bias.copy_(values((384,), 2, device="cpu"))
+    return made.to(device)
+
+
+def test_a_layer_is_that_of_a_cpu():
+    results = []
+    for device in ("cpu", "cuda"):
+        one, x = layer_of_rows(device), values((130, 256), 3, device=device).requires_grad_()
+        y = one(x)
+        y.backward(values((130, 384), 4, device=device))
+        results.append([part.cpu().float() for part in (y.detach(), x.grad, one.weight.grad, one.bias.grad)])
+    for got, wanted in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=2.0**-7, atol=2.0**-7 * float(wanted.abs().max()))
+
+
+def test_the_optimizer_writes_the_codes_of_the_master():
+    one = layer_of_rows("cuda")
+    optimizer = bfp.AdamW(one.parameters(), lr=1e-2)
+    train(optimizer, lambda seed: one(values((64, 256), seed)).square().mean(), range(3))
+    master = optimizer.state[one.weight]["master"]
+    wanted = bfp.quantize(master.cpu(), "fp8_e4m3_row_pow2")
+    assert torch.equal(one.weight.codes.cpu(), wanted.codes)
+    assert torch.equal(one.weight.scales.cpu(), wanted.scales)
+
+
+def test_groups_are_multiplied_one_after_another_and_that_is_said():
+    results, counts = [], [40, 0, 90]
+    for device in ("cpu", "cuda"):
+        one = bfp.GroupedLinear(3, 256, 128, recipe="fp8_row", dtype=torch.bfloat16, bias=False)
+        bfp.load_high_precision_(one.weight, values((3, 128, 256), 5, device="cpu"))
+        one, x = one.to(device), values((130, 256), 6, device=device).requires_grad_()
+        with warnings.catch_warnings(record=True):
+            warnings.simplefilter("always")
+            y = one(x, torch.tensor(counts, device=device))
+        y.backward(values((130, 128), 7, device=device))
+        results.append([part.cpu().float() for part in (y.detach(), x.grad, one.weight.grad)])
+    for got, wanted in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=2.0**-7, atol=2.0**-7 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("format", "layout"),
+    [
+        ("fp8_e4m3_row", "compressed-tensors"),
+        ("mxfp8_e4m3_32x32", "compressed-tensors"),
+        ("nvfp4_16x16", "modelopt"),
+        ("fp8_e4m3_128x128", "fine-grained-fp8"),
+    ],
+)
+def test_what_a_server_gets_is_what_a_cpu_would_send(format, layout):
+    model = torch.nn.Sequential(bfp.Linear(256, 384, recipe=bfp.recipes.mxfp8().replace(weight=bfp.recipes.Cast(format))))
+    digests = []
+    for device in ("cpu", "cuda"):
+        found = {}
+        for bucket in bfp.stream_weights(model.to(device), layout=layout):
+            found |= bucket.sha256
+            assert all(tensor.device.type == device for _, tensor in bucket)
+        digests.append(found)
+    assert digests[0] == digests[1] != {}

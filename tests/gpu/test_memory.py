@@ -1,14 +1,14 @@
 """What the backward keeps on a GPU, counted: attention's output once, no codes in compiled code. What is cast again is x."""
 
 import pytest
+import torch
+import torch.nn.functional as F
+from arrays import with_scales
+from blockfp.torch_backend.custom_ops import operand_ops
+from blockfp.torch_backend.torch_internals import KEEPS_RESULT
+from torch.nn import attention
 
-torch = pytest.importorskip("torch")
-F, attention, bfp = (pytest.importorskip(name) for name in ("torch.nn.functional", "torch.nn.attention", "blockfp.torch"))
-
-if torch.cuda.is_available():
-    from arrays import with_scales
-    from blockfp.torch_backend.custom_ops import operand_ops
-    from blockfp.torch_backend.torch_internals import KEEPS_RESULT
+import blockfp.torch as bfp
 
 T, D, HIDDEN = 512, 256, 512
 

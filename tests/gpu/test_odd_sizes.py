@@ -1,14 +1,11 @@
 """Sizes that are no multiple of a vector, and arrays that begin anywhere: the definition's bits, run on the same GPU."""
 
 import pytest
+import torch
+from blockfp.torch_backend.custom_ops import cuda
 
+from blockfp.definition import layout, numerics
 from blockfp.formats import FORMATS, Format
-
-torch = pytest.importorskip("torch")
-if torch.cuda.is_available():
-    from blockfp.torch_backend.custom_ops import cuda
-
-    from blockfp.definition import layout, numerics
 
 WITH_KERNELS = [f for f in FORMATS if not (f.name.endswith(("_floor", "_fp32", "_pow2")) or f.scale.four_over_six)]
 BY_NAME = pytest.mark.parametrize("format", WITH_KERNELS, ids=str)

@@ -1,12 +1,12 @@
 """The kernels that quantize mark what holds an Inf, and nothing else: NaN scales, in each direction, with the CPU's bits."""
 
 import pytest
+import torch
+from arrays import values
+from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
+from cuda_arrays import capture
 
 from blockfp.formats import FORMATS, Format
-
-torch = pytest.importorskip("torch")
-if torch.cuda.is_available():
-    from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
 
 # Tiles put in order, rows alone, ragged ends, less than a block.
 SHAPES = ((256, 384), (160, 256), (77, 130), (1, 16))
@@ -15,7 +15,7 @@ NAMES = sorted(map(str, FORMATS))
 
 def samples(shape, dtype):
     """(name, values): each kind of what is not finite, at the beginning, inside and at the end."""
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x = values(shape, 1).to(dtype)
     yield "finite", x
     largest = x.clone()
     largest[0, 0], largest[-1, -1] = torch.finfo(dtype).max, -torch.finfo(dtype).max
@@ -68,9 +68,7 @@ def test_a_mark_is_of_one_call(name):
     bad[200, 300] = torch.inf
     x = good.clone()
     run(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(x)
+    graph, captured = capture(lambda: run(x))
     wanted = {False: run(good), True: run(bad)}
     assert not torch.equal(wanted[False][-1], wanted[True][-1])
     for overflows in (True, False, True, False):

@@ -1,19 +1,28 @@
-"""Tensor and sequence parallelism over NCCL, on as many GPUs as there are: one (groups of one), TP 2, or FSDP 2 x TP 2."""
+"""Tensor and sequence parallelism and FSDP2's reduce-scatter as codes over NCCL, on as many GPUs as there are."""
 
 import gc
 import re
 
 import gloo
+import numpy as np
 import pytest
 import torch
 import torch._dynamo.utils
 import torch.distributed as dist
+from arrays import values
+from blockfp.torch_backend.custom_ops import cuda
 from blockfp.torch_backend.quantized_tensor.sharding import local_of
+from cuda_arrays import recordings
+from same_tensors import assert_equal
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import blockfp.torch as bfp
+from blockfp.definition import numerics
+from blockfp.definition.rounding import fold_in
+from blockfp.experimental.torch import quantize_reduce_scatter
+from blockfp.sharding import simulate
 
 STEPS = 10
 WIDTH, HIDDEN, TOKENS = 256, 512, 512
@@ -69,19 +78,6 @@ def trained(make, recipe, mesh, compiled, **options):
     return outputs, gradients, model, recorded
 
 
-def recordings():
-    """The number of CUDA graphs that were recorded so far."""
-    from torch._inductor.cudagraph_trees import get_manager
-
-    manager = get_manager(torch.cuda.current_device(), create_if_none_exists=False)
-    nodes = [] if manager is None or manager.roots is None else list(manager.get_roots())
-    count = 0
-    while nodes:
-        count += 1
-        nodes += [child for children in nodes.pop().children.values() for child in children]
-    return count
-
-
 def cuda_graphs(rank, make, recipe):
     # Its backward adds with atomics: runs differ.
     torch.backends.cuda.enable_flash_sdp(False)
@@ -95,8 +91,7 @@ def cuda_graphs(rank, make, recipe):
     assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
     for step, (got, other) in enumerate(zip(outputs, plain, strict=True)):
         assert torch.equal(got, other), f"step {step}: {(got != other).sum()} values"
-    for (name, got), other in zip(model.named_buffers(), expected.buffers(), strict=True):
-        assert torch.equal(got, other), name
+    assert_equal(model.buffers(), expected.buffers())
     # Fused code rounds fewer intermediate values to bfloat16, behind which some get another code.
     assert (outputs[0] - eager[0]).norm() <= 0.1 * eager[0].norm()
     assert ((gradients - eager_gradients).abs() <= 0.1 * eager_gradients).all(), f"{gradients} against {eager_gradients}"
@@ -157,3 +152,59 @@ def test_cuda_graphs_of_blocks_under_fsdp2(recipe):
 
 def test_memory_of_dtensor_weights():
     print(gloo.run(1, __file__, "memory", backend="nccl"))
+
+
+SHAPES = ((5,), (64, 256), (7, 40), (3, 5, 33), (129, 96), (1, 24))
+FORMATS = ("mxfp8_e5m2", "mxfp8_e4m3", "fp8_e4m3_1x128", "fp8_e5m2_1x128_fp32", "fp8_e4m3_row", "mxfp4_e2m1")
+
+
+def terms(rank, step):
+    random = np.random.default_rng((rank, step))
+    return [(random.standard_normal(shape) * 2.0 ** random.integers(-6, 7, shape)).astype(np.float32) for shape in SHAPES]
+
+
+class Terms(nn.Module):
+    """Parameters whose gradients are what forward is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.values = nn.ParameterList(torch.zeros(shape) for shape in SHAPES)
+
+    def forward(self, gradients):
+        return sum((p * torch.from_numpy(g).cuda()).sum() for p, g in zip(self.values, gradients, strict=True))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first", [0, 1, 5, 16])
+def test_gradients_that_lie_between_others(format, dtype, first):
+    """[ranks, rows, columns] cut out of FSDP2's buffer, at any place."""
+    buffer = values((4, first + 6 * 72 + 3), 0).to(dtype)
+    x = buffer[:, first : first + 6 * 72].view(4, 6, 72)
+    key = torch.tensor([3, -4], dtype=torch.int32)
+    want = numerics.quantize(x, format, key=key)
+    on_gpu = buffer.cuda()[:, first : first + 6 * 72].view(4, 6, 72)
+    got = cuda.quantize(on_gpu, format, key=key.cuda())
+    assert torch.equal(got.codes.cpu(), want.codes)
+    assert torch.equal(got.scales.cpu(), want.scales)
+
+
+def over_nccl(rank):
+    world = dist.get_world_size()
+    for format in FORMATS:
+        model = fully_shard(Terms().cuda(), mesh=init_device_mesh("cuda", (world,)))
+        quantize_reduce_scatter(model, format, key=5)
+        for step in range(2):
+            model.zero_grad()
+            model(terms(rank, step)).backward()
+            for number, p in enumerate(model.parameters()):
+                every = [terms(each, step)[number] for each in range(world)]
+                parts = simulate.reduce_scatter(every, format, key=fold_in(fold_in(5, number), step), factor=world)
+                np.testing.assert_array_equal(p.grad.full_tensor().cpu().numpy(), np.concatenate(parts))
+
+
+def test_gradients_are_those_of_simulate():
+    world = torch.cuda.device_count()
+    if world < 2:
+        pytest.skip("one GPU: FSDP2 reduces nothing")
+    gloo.run(world, __file__, "over_nccl", timeout=300, backend="nccl")

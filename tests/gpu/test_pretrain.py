@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 
 LIMIT = 300_000

@@ -1,19 +1,20 @@
-"""Plans of operands on a GPU: both directions have the bits of the CPU's, measured, given or delayed, random and rotated."""
+"""PyTorch's ops and plans of operands on a GPU: the CPU's bits, torch's checks, graph capture, more than 2^31 elements."""
 
 import pytest
+import torch
+from arrays import values
+from blockfp.torch_backend.custom_ops import cuda, linear_ops, ops, quantize_plans
+from blockfp.torch_backend.custom_ops.operand_ops import tensor_amax
+from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
+from blockfp.torch_backend.modules.shared_inputs import sharing
+from counted_casts import casts_of
+from cuda_arrays import capture
+from same_tensors import assert_equal
 
+import blockfp.torch as bfp
+from blockfp.definition import numerics
 from blockfp.formats import FORMATS, Format
-
-torch = pytest.importorskip("torch")
-if torch.cuda.is_available():
-    from blockfp.torch_backend.custom_ops import linear_ops, quantize_plans
-    from blockfp.torch_backend.custom_ops.operand_ops import tensor_amax
-    from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
-    from blockfp.torch_backend.modules.shared_inputs import sharing
-    from counted_casts import casts_of
-
-    import blockfp.torch as bfp
-    from blockfp.kernels import switch
+from blockfp.kernels import cuda_library, switch
 
 SHAPES = ((160, 256), (77, 130), (1, 16))
 
@@ -139,11 +140,62 @@ def test_a_cast_is_shared_in_a_graph_and_made_again_by_each_replay():
     x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         assert casts_of(both, x)[0] == 1
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            a, b = both(x)
+        graph, (a, b) = capture(lambda: both(x))
         x.copy_(torch.randn_like(x))
         graph.replay()
         assert torch.equal(a, first(x.detach().clone()))
         assert torch.equal(b, second(x.detach().clone()))
+
+
+ONE_OF_EACH = ("fp8_e4m3", "fp8_e5m2_128x128", "mxfp8_e4m3", "mxfp6_e3m2_32x32", "mxfp4_e2m1", "mxint8_floor", "nvfp4")
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_opcheck(name):
+    assert cuda_library.available(), cuda_library.status()
+    x = values((37, 80), dtype=torch.bfloat16, device="cuda")
+    for key in (None, torch.tensor([7, 9], dtype=torch.int64, device="cuda")):
+        torch.library.opcheck(ops.quantize, (x, name, key))
+    q = bfp.quantize(x, name)
+    torch.library.opcheck(ops.dequantize, (q.codes, q.scales, q.tensor_scale, name, torch.float32, 80, [0, 0]))
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_compiles_whole(name):
+    torch._dynamo.reset()
+    x = values((37, 80), dtype=torch.bfloat16, device="cuda")
+    compiled = torch.compile(lambda x: bfp.quantize(x, name).dequantize(torch.float32), fullgraph=True, backend="aot_eager")
+    expected = bfp.quantize(x, name).dequantize(torch.float32)
+    assert torch.equal(compiled(x).view(torch.int32), expected.view(torch.int32))
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_graph_capture(name):
+    x = values((128, 256), dtype=torch.bfloat16, device="cuda")
+    bfp.quantize(x, name)
+    graph, q = capture(lambda: bfp.quantize(x, name))
+    x.copy_(3 * x.flip(0))
+    graph.replay()
+    torch.cuda.synchronize()
+    expected = bfp.quantize(x, name)
+    assert_equal(q, expected)
+
+
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp4_e2m1"])
+@pytest.mark.parametrize("columns", [8192, 8200])
+def test_more_than_2_to_the_31_elements(name, columns):
+    """Rows and columns of the far end are those of a small array; 8200 columns take the kernels for ragged blocks."""
+    rows = 2**31 // columns + 96
+    x = torch.empty((rows, columns), dtype=torch.bfloat16, device="cuda")
+    x.random_(-256, 257)
+    both = cuda.quantize_both(x, name)
+    y = cuda.dequantize(*both.row, name, "bfloat16", columns=columns)
+    far = rows // 32 * 32 - 64
+    expected = numerics.quantize(x[far:], name)
+    assert torch.equal(both.row.codes[far:], expected.codes)
+    assert torch.equal(both.row.scales[far:], expected.scales)
+    values = numerics.dequantize(*expected, name, "bfloat16", columns=columns)
+    assert torch.equal(y[far:].view(torch.int16), values.view(torch.int16))
+    turned = numerics.quantize(x[far:].mT.contiguous(), name)
+    across = turned.codes.shape[-1]
+    assert torch.equal(both.column.codes[:, -across:], turned.codes)

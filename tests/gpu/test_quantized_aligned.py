@@ -1,37 +1,35 @@
 """MX operands that are quantized straight to aligned codes on a GPU: bit for bit what quantizing and aligning give."""
 
 import pytest
+import torch
+from blockfp.torch_backend.custom_ops import (
+    cuda_groups,
+    cuda_layouts,
+    gated_kernels,
+    gated_ops,
+    grouped_ops,
+    linear_ops,
+    products,
+    quantize_plans,
+)
+from blockfp.torch_backend.custom_ops.activations import activate
+from blockfp.torch_backend.linear import linear as linear_module
+from cuda_arrays import capture
+from same_tensors import assert_equal
 
+import blockfp.torch as bfp
 from blockfp import recipes
 from blockfp.definition import alignment
 from blockfp.formats import FORMATS, Format
+from blockfp.kernels import switch
+from blockfp.kernels.calls import aligned_parts, format_numbers
+from blockfp.kernels.cuda_library import library
 
-torch = pytest.importorskip("torch")
+if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("the route is Hopper's", allow_module_level=True)
 
 # torch 2.11's compiler looks at .grad of what is no leaf, and warns itself of it.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-
-if torch.cuda.is_available():
-    from blockfp.torch_backend.custom_ops import (
-        cuda_groups,
-        cuda_layouts,
-        gated_kernels,
-        gated_ops,
-        grouped_ops,
-        linear_ops,
-        products,
-        quantize_plans,
-    )
-    from blockfp.torch_backend.custom_ops.activations import activate
-    from blockfp.torch_backend.linear import linear as linear_module
-
-    import blockfp.torch as bfp
-    from blockfp.kernels import switch
-    from blockfp.kernels.calls import aligned_parts, format_numbers
-    from blockfp.kernels.cuda_library import library
-
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the route is Hopper's", allow_module_level=True)
 
 MX = [f for f in FORMATS if alignment.can_align(f) and not f.square]
 MAIN = [f for f in MX if "floor" not in f.name]
@@ -97,7 +95,7 @@ def direct_and_after(x, format, row, column, aligned):
     return found, wanted
 
 
-def assert_same(found, wanted, what=""):
+def assert_same_bytes(found, wanted, what=""):
     assert len(found) == len(wanted)
     for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
         assert (one.shape, one.dtype) == (other.shape, other.dtype), (what, number)
@@ -118,7 +116,7 @@ def test_bits(format, dtype):
         for kind in KINDS if "floor" not in format.name else ("blocks", "nan"):
             x = data(kind, *shape, getattr(torch, dtype))
             for row, column, aligned in WANTED:
-                assert_same(*direct_and_after(x, format, row, column, aligned), (shape, kind, row, column, aligned))
+                assert_same_bytes(*direct_and_after(x, format, row, column, aligned), (shape, kind, row, column, aligned))
 
 
 @pytest.mark.parametrize("format", MAIN, ids=str)
@@ -128,7 +126,7 @@ def test_an_infinity_leaves_nothing_finite(format):
         x[3, 7] = float("-inf")
         for row, column, aligned in WANTED:
             found, wanted = direct_and_after(x, format, row, column, aligned)
-            assert_same(found, wanted, (shape, row, column, aligned))
+            assert_same_bytes(found, wanted, (shape, row, column, aligned))
             if aligned[0]:
                 assert bool((found[0][:, : shape[1]] == 0x7F).all())
 
@@ -139,7 +137,7 @@ def test_any_strides(format):
     format, room = Format.parse(format), data("blocks", 300, 600, torch.bfloat16)
     for x in (room[3:259, 5:389], room[:, 8:520], room[0, :1].expand(64, 128), room.mT, room[:256, :256].view(4, 64, 256)):
         for row, column, aligned in WANTED:
-            assert_same(*direct_and_after(x, format, row, column, aligned), (x.shape, x.stride(), row, column, aligned))
+            assert_same_bytes(*direct_and_after(x, format, row, column, aligned), (x.shape, x.stride(), row, column, aligned))
 
 
 @pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp4_e2m1"])
@@ -160,7 +158,7 @@ def test_nothing_else_is_written(format):
         for room in rooms:
             assert bool((room[:256] == 0xA5).all())
             assert bool((room[-256:] == 0xA5).all())
-        assert_same(views, direct_and_after(x, format, True, True, (True, True))[1])
+        assert_same_bytes(views, direct_and_after(x, format, True, True, (True, True))[1])
 
 
 def test_refuses_what_is_not_there():
@@ -194,7 +192,9 @@ def test_what_an_activation_makes(format, activation, dtype):
                 CALLS.clear()
                 found = gated_ops.quantize_gated(gate, up, activation, "apart", *formats, *options)
                 assert CALLS == ["quantize_gated_aligned"]
-                assert_same(found, direct_and_after(made, format, row, column, aligned)[1], (rows, columns, alone, row, column))
+                assert_same_bytes(
+                    found, direct_and_after(made, format, row, column, aligned)[1], (rows, columns, alone, row, column)
+                )
 
 
 COUNTS = [0, 130, 1, 0, 256, 77, 0, 128, 32, 200, 0]
@@ -228,7 +228,7 @@ def test_groups(format, dtype):
                 what = (features, kind, row, column, aligned)
                 if row:
                     codes, scales = found.row
-                    assert_same(
+                    assert_same_bytes(
                         [codes[:last], scales[:, :last].contiguous()],
                         [after[0][0][:last], after[0][1][:, :last].contiguous()],
                         what,
@@ -236,14 +236,14 @@ def test_groups(format, dtype):
                 if column and aligned[1]:
                     codes, scales = found.column
                     one, other = ([c[:, : 128 * padded].contiguous(), s[:padded]] for c, s in ((codes, scales), after[1]))
-                    assert_same(one, other, what)
+                    assert_same_bytes(one, other, what)
                 elif column:
                     bits = format.element.bits
                     one, other = (
                         [c[:, : 16 * padded * bits].contiguous(), s[:, : 4 * padded].contiguous()]
                         for c, s in (found.column, plain.column)
                     )
-                    assert_same(one, other, what)
+                    assert_same_bytes(one, other, what)
 
 
 def test_random_codes_are_aligned_in_a_pass_of_their_own():
@@ -254,13 +254,13 @@ def test_random_codes_are_aligned_in_a_pass_of_their_own():
         options = (format, format, None, None, keys, random, rotate, 0.0)
         plain = quantize_plans.quantize_matrix(x, *options)
         wanted = [*cuda_layouts.align(*plain[:2], format, columns=384), *cuda_layouts.align(*plain[2:], format, columns=256)]
-        assert_same(quantize_plans.quantize_matrix(x, *options, (True, True)), wanted, (random, rotate))
+        assert_same_bytes(quantize_plans.quantize_matrix(x, *options, (True, True)), wanted, (random, rotate))
     words = cuda_groups.group_rows(torch.tensor([100, 256], dtype=torch.int32, device="cuda"), 256)
     random = {"keys": keys.expand(2, 2, 2).contiguous(), "row_keyed": True, "column_keyed": False}
     plain = cuda_groups.quantize_groups(x, words, 2, format, format, **random)
     found = cuda_groups.quantize_groups(x, words, 2, format, format, **random, aligned=(True, True))
-    assert_same(found.row, cuda_layouts.align(*plain.row, format, columns=384))
-    assert_same(found.column, cuda_layouts.align(*plain.column, format, columns=384))
+    assert_same_bytes(found.row, cuda_layouts.align(*plain.row, format, columns=384))
+    assert_same_bytes(found.column, cuda_layouts.align(*plain.column, format, columns=384))
 
 
 @pytest.fixture
@@ -305,12 +305,7 @@ def test_layers_have_the_same_bits(recipe, compiled, apart):
 
     direct = steps()
     apart()
-    assert_same_values(direct, steps())
-
-
-def assert_same_values(found, wanted):
-    for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
-        assert torch.equal(one, other), number
+    assert_equal(direct, steps())
 
 
 class MLP(torch.nn.Module):
@@ -341,7 +336,7 @@ def test_mlps_have_the_same_bits(recipe, compiled, apart):
 
     direct = step()
     apart()
-    assert_same_values(direct, step())
+    assert_equal(direct, step())
 
 
 @pytest.mark.parametrize("recipe", RECIPES[:3])
@@ -356,7 +351,7 @@ def test_grouped_layers_have_the_same_bits(recipe, apart):
 
     direct = step()
     apart()
-    assert_same_values(direct, step())
+    assert_equal(direct, step())
 
 
 def test_what_is_aligned_in_a_pass_of_its_own():
@@ -388,9 +383,6 @@ def test_captured_in_a_graph():
     x = data("gaussian", 256, 512, torch.bfloat16)
     format = Format.parse("mxfp8_e4m3")
     wanted = direct_and_after(x, format, True, True, (True, True))[0]
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = direct_and_after(x, format, True, True, (True, True))[0]
+    graph, (found, *_) = capture(lambda: direct_and_after(x, format, True, True, (True, True)))
     graph.replay()
-    assert_same(found, wanted)
+    assert_same_bytes(found, wanted)

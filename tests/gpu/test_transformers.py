@@ -1,9 +1,11 @@
 """transformers' own Llama on a GPU: its layers as CUDA graphs, with blockfp's optimizer."""
 
 import pytest
+import torch
+from cuda_arrays import recordings
 from documented import run_documented
+from same_tensors import assert_equal
 
-torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 inductor = pytest.importorskip("torch._inductor.config")
 
@@ -53,19 +55,6 @@ def trained(recipe, mode):
     return losses, [p.detach().dequantize() if hasattr(p, "codes") else p.detach().clone() for p in model.parameters()]
 
 
-def recordings():
-    """The number of CUDA graphs that torch.compile has recorded so far."""
-    from torch._inductor.cudagraph_trees import get_manager
-
-    manager = get_manager(torch.cuda.current_device(), create_if_none_exists=False)
-    nodes = [] if manager is None or manager.roots is None else list(manager.get_roots())
-    count = 0
-    while nodes:
-        count += 1
-        nodes += [child for children in nodes.pop().children.values() for child in children]
-    return count
-
-
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4"])
 def test_cuda_graphs_of_each_layer_change_no_bit(recipe):
     losses, weights = trained(recipe, None)
@@ -74,8 +63,7 @@ def test_cuda_graphs_of_each_layer_change_no_bit(recipe):
     assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
     assert losses[-1] < losses[0]
     assert again == losses
-    for one, two in zip(weights, graphed, strict=True):
-        assert torch.equal(one, two)
+    assert_equal(weights, graphed)
 
 
 def test_the_documents_loop():

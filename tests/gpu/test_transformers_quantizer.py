@@ -1,13 +1,14 @@
 """transformers' from_pretrained with blockfp's quantization config onto a GPU: the bits of a load on the CPU, and steps."""
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
-from hf_models import TOKENS, family, is_quantized, load  # noqa: E402
+from hf_models import TOKENS, family, is_quantized, load
+from training import train
 
-import blockfp.torch as bfp  # noqa: E402
-from blockfp.integrations.transformers import BlockfpConfig, save_in_layout  # noqa: E402
+import blockfp.torch as bfp
+from blockfp.integrations.transformers import BlockfpConfig, save_in_layout
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -31,13 +32,8 @@ def test_onto_a_gpu(name, recipe, tmp_path):
     same_bits(model, load(tmp_path / "plain", quantization_config=config, dtype=torch.bfloat16))
     assert all(buffer.is_cuda for buffer in model.buffers())
     optimizer = bfp.AdamW(model.parameters(), lr=1e-2)
-    tokens, losses = TOKENS.cuda(), []
-    for _ in range(4):
-        loss = model(tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    tokens = TOKENS.cuda()
+    losses = train(optimizer, lambda _: model(tokens, labels=tokens).loss, range(4))
     assert losses[-1] < losses[0]
     model.save_pretrained(tmp_path / "codes")
     again = load(tmp_path / "codes", device_map="cuda", dtype=torch.bfloat16)

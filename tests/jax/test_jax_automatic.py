@@ -13,9 +13,7 @@ from samples import sample
 
 import blockfp.jax as bfp
 
-pytestmark = [
-    pytest.mark.skipif(jax.default_backend() != "cpu" or jax.device_count() < 8, reason="needs eight host devices"),
-]
+pytestmark = [pytest.mark.skipif(jax.default_backend() != "cpu" or jax.device_count() < 8, reason="needs eight host devices")]
 GATHER = re.compile(r"= \(?(\w+)\[([\d,]*)\][^=\n]* all-gather\(")
 # x [8, 5, 256] and w [128, 256], so that no part of x has as many elements as one of w; whether the weight has to travel.
 CUTS = {

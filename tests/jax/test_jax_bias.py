@@ -1,7 +1,4 @@
-"""y with a bias is rounded once: the sum in fp32 of a layer's products, then the bias, then the dtype of y.
-
-The statement is independent: values of the operands' codes, and their products and sums in float64.
-"""
+"""y with a bias is rounded once: products of the operands' codes summed in float64, then the bias, then y's dtype."""
 
 from functools import partial
 
@@ -121,3 +118,18 @@ def test_the_cuda_library_adds_it_to_its_sums(recipe, bias_dtype):
         y = jax.block_until_ready(jax.jit(partial(bfp.linear, recipe=recipe, key=1))(x, q, bias))
         assert ("product" in emulated_cuda_in_jax.calls) == (recipe != "nvfp4")
     assert_rounded_once(y, x, q, bias, recipe)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
+def test_a_bias_is_no_matter_of_dx_and_dw(recipe, dtype):
+    """Outside of jit y is the same differentiated or not, and dx and dw don't know of a bias."""
+    rng = np.random.default_rng(0)
+    x, w, bias = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((24, 96), (40, 96), (40,)))
+    layer = partial(bfp.linear, recipe=recipe)
+    _, pullback = jax.vjp(layer, x, w)
+    y, with_bias = jax.vjp(layer, x, w, bias)
+    assert np.array_equal(y, layer(x, w, bias))
+    dx, dw, db = with_bias(y)
+    assert all(map(np.array_equal, (dx, dw), pullback(y)))
+    assert np.array_equal(db, jnp.sum(y, axis=0, dtype=jnp.float32).astype(dtype))

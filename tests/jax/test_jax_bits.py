@@ -1,8 +1,4 @@
-"""XLA's programs have the bits of the definition on NumPy, for every format: codes, scales, dequantized values.
-
-The programs are also read: none may hold a division, which XLA replaces by a product with a reciprocal, nor an exponential,
-logarithm or power, which are inexact.
-"""
+"""XLA's programs have the bits of the definition on NumPy, for every format, rowwise and columnwise."""
 
 import executors
 import jax
@@ -15,6 +11,7 @@ from samples import sample
 
 import blockfp.jax as bfp
 from blockfp.definition import numerics, scaling
+from blockfp.definition.rotation import rotate
 from blockfp.definition.rounding import fold_in
 from blockfp.formats import ELEMENTS
 
@@ -29,10 +26,6 @@ def executor(request):
 @pytest.mark.optimized(executors.ARITHMETIC)
 class TestEveryInput(executors.EveryInput):
     """XLA's programs of the definition, and the CPU library in its programs."""
-
-
-def assert_same(got, expected, x=None):
-    assert_same_bits(np.asarray(got), np.asarray(expected), source=x)
 
 
 def test_the_look_at_the_program_sees_a_division():
@@ -55,7 +48,7 @@ def test_double_precision_mode_changes_nothing(format):
     with jax.enable_x64(True):
         q = bfp.quantize(x, format, key=7, implementation="xla")
         assert_same_parts(q, numerics.quantize(x, format, key=7))
-        assert_same(q.dequantize(implementation="xla"), numerics.dequantize(*parts_of(q), format, "float32", columns=72))
+        assert_same_bits(q.dequantize(implementation="xla"), numerics.dequantize(*parts_of(q), format, "float32", columns=72))
 
 
 @pytest.mark.optimized
@@ -108,7 +101,7 @@ def test_fold_in_is_that_of_jax():
             expected = np.asarray(jax.random.key_data(jax.random.fold_in(key, number)))
             assert fold_in(seed, number) == tuple(expected.tolist())
     folded = jax.jit(fold_in)(jax.random.key_data(key), jnp.int32(12345))
-    assert_same(folded.view(jnp.uint32), jax.random.key_data(jax.random.fold_in(key, 12345)))
+    assert_same_bits(folded.view(jnp.uint32), jax.random.key_data(jax.random.fold_in(key, 12345)))
 
 
 @pytest.mark.optimized
@@ -118,4 +111,44 @@ def test_all_codes_times_all_scale_bytes(element):
     scales = (np.arange(256, dtype=np.int32) << 23)[:, None]
     for power_of_two in (True, False):
         run = jax.jit(lambda c, s, p=power_of_two: scaling.scaled(c, element, s, power_of_two=p))
-        assert_same(run(codes, scales), scaling.scaled(codes, element, scales, power_of_two=power_of_two))
+        assert_same_bits(run(codes, scales), scaling.scaled(codes, element, scales, power_of_two=power_of_two))
+
+
+SHAPE = (2, 40, 70)
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("format", ["fp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2_32x32", "nvfp4"])
+def test_columnwise_and_both(format, implementation):
+    x = sample("bf16_valued", SHAPE, "bfloat16")
+    want = numerics.quantize(np.swapaxes(x, -1, -2), format)
+    assert_same_parts(bfp.quantize_columnwise(x, format, implementation=implementation), want)
+    row, column = jax.jit(lambda x: bfp.quantize_both(x, format, implementation=implementation))(x)
+    assert_same_parts(column, want)
+    assert_same_parts(row, numerics.quantize(x, format))
+    assert (row.shape, column.shape) == (SHAPE, (2, 70, 40))
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_rotated_and_stochastic(implementation):
+    x = sample("gaussian", SHAPE[1:])
+    q = bfp.quantize_columnwise(x, "nvfp4", key=3, rotate=True, implementation=implementation)
+    assert_same_parts(q, numerics.quantize(rotate(x.T), "nvfp4", key=3))
+
+
+def test_gradients_are_straight_through():
+    x, w = (jnp.asarray(sample(kind, SHAPE)) for kind in ("gaussian", "integers"))
+
+    def loss(x):
+        row, column = bfp.quantize_both(x, "mxfp8_e4m3")
+        again = bfp.quantize_columnwise(x, "mxint8")
+        return (row.dequantize() * w).sum() + (column.dequantize() * w.mT).sum() + (again.dequantize() * 2).sum()
+
+    np.testing.assert_array_equal(jax.grad(loss)(x), 2 * w + 2)
+
+
+def test_bad_input():
+    with pytest.raises(TypeError, match="x must be a JAX or NumPy array, got list"):
+        bfp.quantize_both([1.0], "mxint8")
+    with pytest.raises(RuntimeError, match="implementation='pallas' can't run here"):
+        bfp.quantize_columnwise(jnp.ones((4, 32)), "mxint8", implementation="pallas")

@@ -240,10 +240,7 @@ POLICIES = {
     "all but": jax.checkpoint_policies.save_anything_except_these_names("other"),
     "named": jax.checkpoint_policies.save_only_these_names("codes"),
     "offloaded": jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=["codes"],
-        offload_src="device",
-        offload_dst="pinned_host",
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["codes"], offload_src="device", offload_dst="pinned_host"
     ),
 }
 

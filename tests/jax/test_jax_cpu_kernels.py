@@ -34,10 +34,6 @@ KEY = np.array([0xDEADBEEF, 0x87654321], np.uint32)
 CALL = "blockfp_cpu_"
 
 
-def assert_same(got, expected):
-    assert_same_bits(tuple(got), tuple(expected))
-
-
 def text_of(function, *arguments):
     return jax.jit(function).lower(*arguments).as_text()
 
@@ -54,7 +50,7 @@ def test_every_format_in_both_directions(format):
     for x, column, both in zip(inputs, *run(inputs), strict=True):
         expected, turned = numerics.quantize(x, format), numerics.quantize(np.swapaxes(x, -1, -2), format)
         for got, want in ((column, turned), (both[0], expected), (both[1], turned)):
-            assert_same(parts_of(got), want)
+            assert_same_bits(parts_of(got), want)
 
 
 @FAMILIES
@@ -64,25 +60,25 @@ def test_keys_rotation_eps_and_given_amaxes(format):
     turned = np.swapaxes(x, 0, 1)
     keys = np.concatenate([KEY, KEY[::-1]])
     row, column = ops.quantize_both(x, keys, None, format=format, **named, rotate=True)
-    assert_same(row, numerics.quantize(x, format, key=keys[:2]))
-    assert_same(column, numerics.quantize(rotate(turned), format, key=keys[2:]))
+    assert_same_bits(row, numerics.quantize(x, format, key=keys[:2]))
+    assert_same_bits(column, numerics.quantize(rotate(turned), format, key=keys[2:]))
     got = bfp.quantize_columnwise(x, format, key=KEY, rotate=True, implementation="ffi")
-    assert_same(parts_of(got), numerics.quantize(rotate(turned), format, key=KEY))
+    assert_same_bits(parts_of(got), numerics.quantize(rotate(turned), format, key=KEY))
     found, expected = (run(x, format=format) for run in (ops.amax, numerics.amax))
-    assert_same(found, expected)
+    assert_same_bits(found, expected)
     if format.scale.dtype == "float32":
         got = ops.quantize(x, None, format=format, **named, eps=64.0, nominal="float16")
-        assert_same(got, numerics.quantize(x, format, eps=64.0, nominal="float16"))
+        assert_same_bits(got, numerics.quantize(x, format, eps=64.0, nominal="float16"))
     if format.per_tensor:
         multiplier = np.float32(3.7)
         got = ops.quantize(x, None, jnp.float32(multiplier), format=format, **named)
-        assert_same(got, numerics.quantize(x, format, multiplier=np.full((1,), multiplier)))
+        assert_same_bits(got, numerics.quantize(x, format, multiplier=np.full((1,), multiplier)))
     if format.has_tensor_scale:
         larger = np.int32(0x44000000)
         amax = expected._replace(**{"blocks" if format.per_tensor else "tensor": np.full((1, 1), larger)})
         amax = amax if format.per_tensor else amax._replace(tensor=larger)
         got = ops.quantize(x, None, jnp.full((1, 1), larger), format=format, **named)
-        assert_same(got, numerics.quantize(x, format, amax=amax))
+        assert_same_bits(got, numerics.quantize(x, format, amax=amax))
 
 
 @FAMILIES
@@ -94,11 +90,11 @@ def test_vmap_of_every_axis(format, axis):
     stacked = [None if p[0] is None else np.stack(p) for p in zip(*each, strict=True)]
     run = jax.jit(jax.vmap(lambda x: bfp.quantize(x, format, key=KEY), in_axes=axis))
     q = run(x)
-    assert_same(parts_of(q), stacked)
+    assert_same_bits(parts_of(q), stacked)
     assert text_of(run, x).count(f"@{CALL}quantize_1(") == 1  # one call, no loop
     if axis == 0:
         values = np.stack([numerics.dequantize(*e, format, "float32", columns=48) for e in each])
-        assert_same((jax.vmap(lambda q: q.dequantize())(q),), (values,))
+        assert_same_bits(jax.vmap(lambda q: q.dequantize())(q), values)
 
 
 @FAMILIES
@@ -110,7 +106,7 @@ def test_nested_vmap_over_values_and_keys_apart(format):
     for i in range(2):
         for j in range(3):
             expected = numerics.quantize(np.asarray(x[i]), format, key=np.asarray(keys[j]))
-            assert_same(parts_of(jax.tree.map(lambda leaf, i=i, j=j: leaf[i, j], q)), expected)
+            assert_same_bits(parts_of(jax.tree.map(lambda leaf, i=i, j=j: leaf[i, j], q)), expected)
     # Codes that are the same for all, scales that are not.
     if Format.parse(format).scale.two_level:
         scales = jnp.stack([q.scales[0, 0], q.scales[1, 1]])
@@ -121,7 +117,7 @@ def test_nested_vmap_over_values_and_keys_apart(format):
             )
             for s in scales
         ]
-        assert_same((values(scales),), (np.stack(expected),))
+        assert_same_bits(values(scales), np.stack(expected))
 
 
 @FAMILIES
@@ -129,15 +125,15 @@ def test_scan_cond_checkpoint_and_no_jit(format):
     x = sample("bf16_valued", (3, 32, 48), "bfloat16")
     expected = [numerics.quantize(each, format) for each in x]
     stacked = [None if p[0] is None else np.stack(p) for p in zip(*expected, strict=True)]
-    assert_same(parts_of(jax.lax.scan(lambda c, x: (c, bfp.quantize(x, format)), 0, x)[1]), stacked)
+    assert_same_bits(parts_of(jax.lax.scan(lambda c, x: (c, bfp.quantize(x, format)), 0, x)[1]), stacked)
     chosen = jax.lax.cond(True, lambda x: bfp.quantize(x, format), lambda x: bfp.quantize(-x, format), x[0])
-    assert_same(parts_of(chosen), expected[0])
-    assert_same(parts_of(jax.checkpoint(lambda x: bfp.quantize(x, format))(x[0])), expected[0])
+    assert_same_bits(parts_of(chosen), expected[0])
+    assert_same_bits(parts_of(jax.checkpoint(lambda x: bfp.quantize(x, format))(x[0])), expected[0])
     with jax.disable_jit():
         q = bfp.quantize(x[0], format)
         values = q.dequantize()
-    assert_same(parts_of(q), expected[0])
-    assert_same((values,), (numerics.dequantize(*expected[0], format, "bfloat16", columns=48),))
+    assert_same_bits(parts_of(q), expected[0])
+    assert_same_bits(values, numerics.dequantize(*expected[0], format, "bfloat16", columns=48))
 
 
 def test_nans_are_found_where_they_come_from():
@@ -156,7 +152,7 @@ def test_no_elements(format):
     for shape in ((0, 32), (4, 0), (2, 0, 5), (0, 4, 5), (1, 1)):
         x = np.zeros(shape, np.float32)
         q = bfp.quantize(x, format, implementation="ffi", key=3)
-        assert_same(parts_of(q), numerics.quantize(x, format, key=3))
+        assert_same_bits(parts_of(q), numerics.quantize(x, format, key=3))
         assert q.dequantize(implementation="ffi").shape == shape
     assert jax.vmap(lambda x: bfp.quantize(x, format))(jnp.zeros((0, 4, 32))).shape == (0, 4, 32)
 
@@ -166,7 +162,7 @@ def test_double_precision_and_default_strictness():
     with jax.enable_x64(True), jax.numpy_rank_promotion("raise"):
         for format in ("fp8_e4m3", "nvfp4"):
             q = bfp.quantize(x, format, key=7)
-            assert_same(parts_of(q), numerics.quantize(x, format, key=7))
+            assert_same_bits(parts_of(q), numerics.quantize(x, format, key=7))
             assert q.dequantize().dtype == np.float32
 
 
@@ -176,7 +172,7 @@ def test_ranks_are_never_promoted(implementation):
     with jax.numpy_rank_promotion("raise"):
         for format in ("fp8_e4m3", "mxfp6_e3m2_32x32", "nvfp4"):
             q = bfp.quantize_columnwise(x, format, key=7, rotate=True, implementation=implementation)
-            assert_same(parts_of(q), numerics.quantize(rotate(np.swapaxes(x, -1, -2)), format, key=7))
+            assert_same_bits(parts_of(q), numerics.quantize(rotate(np.swapaxes(x, -1, -2)), format, key=7))
             assert q.dequantize(implementation=implementation).shape == (2, 48, 24)
         jax.grad(lambda x, w, b: bfp.linear(x, w, b, recipe="mxfp8").sum(), (0, 1, 2))(jnp.asarray(x), jnp.ones((32, 48)), b)
 
@@ -198,7 +194,7 @@ def test_kernels_run_in_programs_of_one_device_and_inside_shard_map():
     )
     assert CALL not in text_of(partly, x)
     for q in (jax.jit(mapped)(placed), jax.jit(partly)(x)):
-        assert_same(parts_of(q), numerics.quantize(np.asarray(x), "mxfp8_e4m3"))
+        assert_same_bits(parts_of(q), numerics.quantize(np.asarray(x), "mxfp8_e4m3"))
 
 
 @FAMILIES
@@ -212,7 +208,7 @@ def test_an_exported_program_needs_no_library(format):
     assert CALL not in exported.mlir_module()
     again = jax.export.deserialize(exported.serialize())
     expected = numerics.quantize(x, format)
-    assert_same(again.call(x)[:2], expected[:2])
+    assert_same_bits(again.call(x)[:2], expected[:2])
 
 
 def test_a_library_that_was_asked_for_is_exported_where_the_caller_allows_it():
@@ -222,7 +218,7 @@ def test_a_library_that_was_asked_for_is_exported_where_the_caller_allows_it():
         jax.export.export(run)(x).serialize()
     allowed = jax.export.DisabledSafetyCheck.custom_call("blockfp_cpu_quantize_1")
     exported = jax.export.export(run, disabled_checks=[allowed])(x)
-    assert_same((exported.call(x),), (numerics.quantize(x, "mxfp8_e4m3").codes,))
+    assert_same_bits(exported.call(x), numerics.quantize(x, "mxfp8_e4m3").codes)
 
 
 def test_a_cached_program_finds_the_library_in_a_new_process(tmp_path):
@@ -254,6 +250,6 @@ def test_without_the_library_xla_runs_and_asking_for_it_says_why():
     x = sample("gaussian", (32, 64))
     with switch.definition_only():
         assert choice.choose(None, "quantize", format=Format.parse("nvfp4")).name == "xla"
-        assert_same(parts_of(bfp.quantize(x, "mxint8")), numerics.quantize(x, "mxint8"))
+        assert_same_bits(parts_of(bfp.quantize(x, "mxint8")), numerics.quantize(x, "mxint8"))
         with pytest.raises(RuntimeError, match=r"'ffi' can't run here: .*definition_only\(\).*; use implementation='xla'"):
             bfp.quantize(x, "mxint8", implementation="ffi")

@@ -1,7 +1,4 @@
-"""Delayed scaling where one state is used several times: the largest amax counts, and never a sum of them.
-
-JAX adds cotangents up wherever an array is used more than once. Amaxes that were added up another way are refused.
-"""
+"""Delayed scaling of a state that is used several times: the largest amax counts; JAX's sums of cotangents are refused."""
 
 from functools import partial
 

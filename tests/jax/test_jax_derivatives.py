@@ -357,21 +357,6 @@ def test_derivatives_outside_of_jit_trace_a_layer_once(monkeypatch, stored, bias
     assert len(traced) == 2
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
-def test_a_bias_is_no_matter_of_dx_and_dw(recipe, dtype):
-    """Outside of jit y is the same differentiated or not, and dx and dw don't know of a bias."""
-    rng = np.random.default_rng(0)
-    x, w, bias = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((24, 96), (40, 96), (40,)))
-    layer = partial(bfp.linear, recipe=recipe)
-    _, pullback = jax.vjp(layer, x, w)
-    y, with_bias = jax.vjp(layer, x, w, bias)
-    assert np.array_equal(y, layer(x, w, bias))
-    dx, dw, db = with_bias(y)
-    assert all(map(np.array_equal, (dx, dw), pullback(y)))
-    assert np.array_equal(db, jnp.sum(y, axis=0, dtype=jnp.float32).astype(dtype))
-
-
 # As docs/jax.md says: how far the orders of differentiation are from each other, and from the product without quantization.
 PRODUCTS = {
     "fp8_current": ((0.015, 0.06), (0.08, 0.10)),

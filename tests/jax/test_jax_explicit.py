@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from same_bits import assert_same_bits, parts_of
 from same_trees import assert_same_tree
-from samples import bits_of, sample
+from samples import sample
 
 import blockfp.jax as bfp
 from blockfp.definition import numerics
 from blockfp.formats import Format
 
-pytestmark = [
-    pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices"),
-]
+pytestmark = [pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")]
 # Cut along blocks and inside them, evenly for some of codes, scales and values and not for others.
 CUTS = [((128, 256), P("d")), ((128, 256), P(None, "d")), ((128, 256), P("d", "e")), ((72, 40), P(None, ("d", "e")))]
 ONE_OF_EACH = ("fp8_e4m3", "fp8_e5m2_128x128", "mxfp6_e3m2_32x32", "mxint8", "nvfp4")
@@ -32,15 +31,6 @@ def mesh():
     mesh = jax.make_mesh((4, 2), ("d", "e"))
     assert mesh.axis_types == (jax.sharding.AxisType.Explicit,) * 2
     return mesh
-
-
-def assert_same(got, expected):
-    pairs = [(g, e) for g, e in zip(got, expected, strict=True) if e is not None]
-    chex.assert_trees_all_equal(*([bits_of(np.asarray(x)) for x in side] for side in zip(*pairs, strict=True)))
-
-
-def parts(q):
-    return q.codes, q.scales, q.tensor_scale
 
 
 @pytest.mark.parametrize(("cut", "format"), CASTS)
@@ -57,11 +47,11 @@ def test_every_cast_of_every_cut(format, cut, mesh):
 
     q, values, column, both, transposed = run(placed)
     expected, turned = numerics.quantize(x, format), numerics.quantize(x.T, format)
-    assert_same(parts(q), expected)
-    assert_same((values,), (numerics.dequantize(*expected, format, "bfloat16", columns=shape[1]),))
+    assert_same_bits(parts_of(q), expected)
+    assert_same_bits(values, numerics.dequantize(*expected, format, "bfloat16", columns=shape[1]))
     for got, want in ((column, turned), (both[0], expected), (both[1], turned), (transposed, turned)):
         if got is not None:
-            assert_same(parts(got), want)
+            assert_same_bits(parts_of(got), want)
     # Types say where results lie, and a gradient lies as what it is of.
     if cut < 3:
         assert jax.typeof(q.codes).sharding.spec == P(*spec, *(None,) * (2 - len(spec)))
@@ -75,10 +65,10 @@ def test_eager_calls_keys_and_leading_axes(mesh):
     placed = jax.device_put(x, NamedSharding(mesh, P("e", None, "d")))
     for format in ("mxfp4_e2m1", "nvfp4"):
         q, expected = bfp.quantize(placed, format, key=5), numerics.quantize(x, format, key=5)
-        assert_same(parts(q), expected)
-        assert_same((q.dequantize(),), (numerics.dequantize(*expected, format, "float32", columns=64),))
+        assert_same_bits(parts_of(q), expected)
+        assert_same_bits(q.dequantize(), numerics.dequantize(*expected, format, "float32", columns=64))
         with jax.set_mesh(mesh):
-            assert_same(parts(bfp.quantize(placed, format)), numerics.quantize(x, format))
+            assert_same_bits(parts_of(bfp.quantize(placed, format)), numerics.quantize(x, format))
 
 
 # x, w, y; and whether the weight has to travel.

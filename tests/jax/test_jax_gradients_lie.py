@@ -1,7 +1,4 @@
-"""Gradients, masters, moments and codes on meshes with Explicit axes lie as the weight does: FSDP's memory is kept.
-
-What is asked is what devices hold: the shape of each one's part, and its bytes.
-"""
+"""Gradients, masters, moments and codes on Explicit meshes are sharded as the weight is: shapes and bytes per device."""
 
 import jax
 import jax.numpy as jnp

@@ -217,9 +217,7 @@ def test_groups_share_the_first_scale(arrays):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "check_vma"),
-    [(recipes.fp8_delayed(history=4), True), (STOCHASTIC, False)],
-    ids=["delayed", "stochastic"],
+    ("recipe", "check_vma"), [(recipes.fp8_delayed(history=4), True), (STOCHASTIC, False)], ids=["delayed", "stochastic"]
 )
 def test_experts_divided_over_one_axis_and_cut_over_another(recipe, check_vma, arrays, monkeypatch):
     mesh = jax.make_mesh((2, 2), ("data", "expert"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])

@@ -110,7 +110,7 @@ def layer(x, w, g, recipe):
     return y, *gradients, new
 
 
-# test_jax_grouped_kernels has the others.
+# test_jax_cuda_path.py has the others.
 @pytest.mark.parametrize("recipe", [recipes.parse(name) for name in ("fp8_block", "fp8_delayed", "mxfp4", "nvfp4")], ids=str)
 def test_the_layer_is_that_of_tiles(recipe, arrays, kernels, monkeypatch):
     x, g, w = arrays
@@ -239,13 +239,7 @@ def test_a_gpu_gets_one_call_for_all_groups(recipe, arrays, kernels, monkeypatch
 
 
 # Calls that quantize groups, and that align operands.
-CALLS = {
-    "mxfp8": (2, 6),
-    "mxfp6": (2, 6),
-    "mxfp4": (2, 6),
-    "mxfp4_rotated": (2, 6),
-    "nvfp4_4over6": (2, 0),
-}
+CALLS = {"mxfp8": (2, 6), "mxfp6": (2, 6), "mxfp4": (2, 6), "mxfp4_rotated": (2, 6), "nvfp4_4over6": (2, 0)}
 CALLS[QAT.name] = (1, 0)
 
 

@@ -6,17 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from operands import KEY, operand
 from samples import sample
 
 import blockfp.jax as bfp
 from blockfp import recipes
 from blockfp.definition import numerics
-from blockfp.definition.rotation import rotate
-from blockfp.definition.rounding import fold_in
 from blockfp.recipes import PRODUCTS, RECIPES, Cast
 
 TOKENS, IN, OUT = 24, 80, 48
-KEY = 7
 
 
 @pytest.fixture(scope="module")
@@ -25,25 +23,6 @@ def arrays():
     x, w, g = (rng.standard_normal(shape) for shape in ((TOKENS, IN), (OUT, IN), (TOKENS, OUT)))
     x *= np.exp2(rng.integers(-4, 4, (TOKENS, 1)))
     return tuple(jnp.asarray(a, jnp.float32) for a in (x, w, g, rng.standard_normal(OUT)))
-
-
-def operand(values, recipe, name, direction, multiplier=None):
-    """The definition's values of one operand, float64."""
-    values = np.asarray(values)
-    cast = recipe.cast(name, direction)
-    if name == "weight" and cast.format is None:
-        cast = recipe.weight  # a product takes the values of what is stored
-    x = values.T if direction == "columnwise" else values
-    if cast.format is None:
-        return x.astype(np.float64)
-    # A weight is stored once.
-    if name == "weight":
-        x = values
-    key = fold_in(KEY, int(direction == "columnwise")) if cast.stochastic else None
-    x = rotate(x) if cast.rotate else np.ascontiguousarray(x)
-    q = numerics.quantize(x, cast.format, key=key, multiplier=multiplier)
-    y = numerics.dequantize(*q, cast.format, "float32", columns=x.shape[-1]).astype(np.float64)
-    return y.T if name == "weight" and direction == "columnwise" else y
 
 
 def expected(arrays, recipe, multiplier=None):

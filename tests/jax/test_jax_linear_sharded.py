@@ -1,7 +1,4 @@
-"""`linear` under shard_map on eight devices: the results and gradients of each data-parallel rank's unsharded layer.
-
-Operands have the unsharded layer's bits, so only the order of float sums can differ.
-"""
+"""`linear` under shard_map on eight devices has the operands of each rank's unsharded layer; sums differ in order only."""
 
 from functools import cache
 

@@ -1,8 +1,4 @@
-"""Sequence parallelism of x [.., tokens, features]: y and all gradients of one device, for every leading shape and recipe.
-
-Ranks have their tokens of each sequence. Blocks and random numbers along the tokens run in the order of one device, or the
-gradient of the weight is another one.
-"""
+"""Sequence parallelism of x [.., tokens, features]: y and all gradients of one device, for every leading shape and recipe."""
 
 import re
 from functools import partial

@@ -1,26 +1,31 @@
-"""Sharded weights on eight devices: gather(quantize(shard)) == quantize(whole), bit for bit, wherever the cuts fall."""
+"""Sharded weights of every format on eight devices: gather(quantize(shard)) == quantize(whole), bit for bit."""
+
+from collections import defaultdict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from blockfp.jax_backend.arrays import sharded
+from blockfp.jax_backend.params import placing
+from held_formats import FORMATS
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import CASES
 from same_trees import assert_same_tree
-from samples import sample
-from sharded import ALIKE
+from samples import bits_of, sample
+from sharded import ALIKE, parts
 
 import blockfp.jax as bfp
 from blockfp.definition import numerics
 from blockfp.formats import Format
+from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
 from blockfp.sharding import plans
 
 # Bits are held in programs that XLA optimizes as it does for users.
 pytestmark = pytest.mark.optimized
 
-# Cuts inside blocks and bytes; rows that don't divide evenly. (test_jax_every_format has weights that are quantized as shards.)
+# Cuts inside blocks and bytes; rows that don't divide evenly.
 SHAPES = {"straddling": (160, 84), "uneven": (83, 84)}
 
 
@@ -170,3 +175,74 @@ def test_bad_leaves():
         bfp.shard_params({"a": jnp.zeros((8, 8))}, mesh, P("fsdp", "fsdp"))
     with pytest.raises(ValueError, match=r"mesh axis 'fsdp' is unknown here: call this inside jax\.shard_map"):
         bfp.all_gather(bfp.shard_params(quantized(sample("gaussian", (8, 32)), "mxint8"), mesh, P("fsdp")), "fsdp")
+
+
+# Bits are held in programs that XLA optimizes as it does for users.
+
+MESHES = {"FSDP 8": ("FSDP 8",), "HSDP 2x4": ("HSDP 2x4",), "FSDP 4 x TP 2": ("FSDP 4 x TP 2, column", "FSDP 4 x TP 2, row")}
+
+WEIGHTS_ALONE = Recipe("weights alone", *(HIGH_PRECISION,) * 6)
+
+
+def shape_for(format, straddling):
+    """[out, in] of a weight that all meshes cut between blocks; or inside of blocks, and of bytes."""
+    rows, columns = (1, 128) if format.per_row else format.block or (4, 32)
+    return (152, 84) if straddling else (8 * max(rows, 4), 2 * columns)
+
+
+def formats_on(mesh, straddling):
+    """Of formats that lie alike, every other one; all where there are no two, and on meshes with tensor parallelism."""
+    turn = straddling + mesh.startswith("HSDP")
+    taken = {f for alike in ALIKE for i, f in enumerate(alike) if len(alike) == 1 or (i + turn) % 2 == 0}
+    return [f for f in FORMATS if "TP" in mesh or f in taken]
+
+
+def assert_ranks_hold(found, expected, format):
+    """Every rank has its part of the expected codes and scales; scales behind those fill up, and nobody reads them."""
+    for rank, part in enumerate(expected):
+        for name, want in zip(part._fields, part, strict=True):
+            if want is not None:
+                got = getattr(found, name)[rank][tuple(slice(n) for n in want.shape)]
+                np.testing.assert_array_equal(bits_of(got), bits_of(want), f"{format}, rank {rank}, {name}", strict=True)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("straddling", [False, True], ids=["aligned", "straddling"])
+def test_gathered_weights_and_their_gradients(mesh, straddling):
+    formats, mesh, cases = formats_on(mesh, straddling), CASES[MESHES[mesh][0]].mesh, MESHES[mesh]
+    groups = defaultdict(list)
+    for i, format in enumerate(formats):
+        groups[shape_for(format, straddling), cases[(i + straddling) % len(cases)]].append(format)
+    groups = [(shape, CASES[case], formats) for (shape, case), formats in groups.items()]
+    lies = [placing.sharding_of(shape, placing.core_mesh(mesh), case.weight) for shape, case, _ in groups]
+    arrays = [
+        (sample("bf16_valued", shape), *(sample("gaussian", (2 * case.data_ranks, n), seed=n) for n in shape[::-1]))
+        for shape, case, _ in groups
+    ]
+
+    def of_group(formats, case, lies, w, x, g):
+        """Gathered weights of each format, and their gradients in a layer with this input and cotangent."""
+        options = sharded.Options(nominal="float32")
+        shards = [sharded.quantize(w, plans.quantize_shards(f, lies), options) for f in formats]
+
+        def loss(shards):
+            recipes = [WEIGHTS_ALONE.replace(weight=Cast(f)) for f in formats]
+            y = [bfp.linear(x, q, recipe=r, data_axes=case.data) for q, r in zip(shards, recipes, strict=True)]
+            return (sum(y) * g).sum()
+
+        gathered = [bfp.all_gather(q, "fsdp") for q in shards]
+        return [numerics.Quantized(q.codes, q.scales, q.tensor_scale) for q in gathered], bfp.grad(loss)(shards)
+
+    def body(arrays):
+        found = [of_group(formats, case, s, *a) for (_, case, formats), s, a in zip(groups, lies, arrays, strict=True)]
+        return jax.tree.map(lambda x: x[None], found)
+
+    specs = ([(case.weight, case.x, case.y) for _, case, _ in groups],)
+    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(mesh.axis_names)))
+    found = jax.device_get(run(arrays))
+    for (_, _, formats), before, (w, x, g), (gathered, gradients) in zip(groups, lies, arrays, found, strict=True):
+        dw = g.astype(np.float64).T @ x
+        for format, q, gradient in zip(formats, gathered, gradients, strict=True):
+            assert_ranks_hold(q, parts(numerics.quantize(w, format), format, before.gathered(("fsdp",))), format)
+            for rank, region in enumerate(before.regions):
+                np.testing.assert_allclose(gradient[rank], dw[region.slices], rtol=0, atol=1e-6 * np.abs(dw).max())

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 from blockfp.jax_backend.implementations.pallas import blocks
-from samples import KINDS, all_patterns, bits_of, sample
+from same_bits import assert_same_bits
+from samples import KINDS, all_patterns, sample
 
 from blockfp.definition import bits, layout, numerics, scaling
 from blockfp.formats import FORMATS, Format
@@ -18,10 +19,6 @@ def inputs(dtypes=("float32", "float16", "bfloat16")):
         yield from (sample(kind, SHAPE, dtype) for kind in KINDS)
         if dtype != "float32":
             yield all_patterns(dtype)
-
-
-def same(got, expected):
-    np.testing.assert_array_equal(bits_of(np.asarray(got)), bits_of(np.asarray(expected)))
 
 
 def split(x, format):
@@ -40,12 +37,13 @@ def test_codes_and_scales_of_8_bit_formats(format):
         codes = layout.join_blocks(codes, x.shape)
         expected = numerics.quantize(x, format)
         stored = stored.view(np.float32) if format.scale.dtype == "float32" else stored.astype(np.uint8)
-        same(stored, expected.scales)
-        same(codes, expected.codes)
+        assert_same_bits(stored, expected.scales)
+        assert_same_bits(codes, expected.codes)
         for dtype in ("float32", "float16", "bfloat16"):
             decode = spread(blocks.decode_scale(expected.scales, format))
             decoded = blocks.values(layout.split_blocks(codes, format.block or x.shape), decode, format.element, dtype)
-            same(layout.join_blocks(decoded, x.shape), numerics.dequantize(*expected, format, dtype, columns=x.shape[1]))
+            values = numerics.dequantize(*expected, format, dtype, columns=x.shape[1])
+            assert_same_bits(layout.join_blocks(decoded, x.shape), values)
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid|underflow):RuntimeWarning")
@@ -59,8 +57,8 @@ def test_codes_and_scales_of_nvfp4(format):
         stored, encode = blocks.nvfp4_scales(amax, nan, multiplier.view(np.float32), tensor_scale, format, on_gpu=False)
         codes = layout.join_blocks(blocks.e2m1_codes(blocks.to_fp32(values), spread(encode), on_gpu=False), x.shape)
         expected = numerics.quantize(x, format)
-        same(stored.astype(np.uint8), expected.scales)
-        same(layout.pack(codes.astype(np.uint8), 4), expected.codes)
+        assert_same_bits(stored.astype(np.uint8), expected.scales)
+        assert_same_bits(layout.pack(codes.astype(np.uint8), 4), expected.codes)
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3_1x128", "fp8_e5m2_1x128"])
@@ -74,8 +72,8 @@ def test_powers_of_two_are_those_of_the_quotient(name):
     for dtype, largest in bits.LARGEST_FINITE.items():
         expected = scaling.fp8_multiplier(amax, format.element, format.scale, largest)
         stored, multiplier = blocks.scales_of_amax(amax, format, dtype)
-        same(multiplier.view(np.int32), expected)
-        same(stored, scaling.reciprocal(expected))
+        assert_same_bits(multiplier.view(np.int32), expected)
+        assert_same_bits(stored, scaling.reciprocal(expected))
 
 
 @pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp8_e5m2", "mxint8"])
@@ -87,7 +85,7 @@ def test_rounded_up_scales_are_those_of_the_rule(name):
     amax = np.concatenate([amax, rng.integers(0, bits.INFINITY, 1 << 16), rng.integers(0, 1 << 24, 1 << 16), [bits.INFINITY]])
     amax = amax.astype(np.int32)
     stored, _ = blocks.scales_of_amax(amax, format, "float32")
-    same(stored, scaling.e8m0_scale(amax, format.element, format.scale.name))
+    assert_same_bits(stored, scaling.e8m0_scale(amax, format.element, format.scale.name))
 
 
 @pytest.mark.parametrize("units", [-2, -1, 0, 1, 2])
@@ -100,4 +98,4 @@ def test_quotients_from_near_ones(units, monkeypatch):
     divisors = divisors.astype(np.int32)
     for dividend in (1.0, 448.0, 57344.0):
         pattern = bits.constant_bits(dividend)
-        same(blocks.divide(pattern, divisors), bits.divide(np.full_like(divisors, pattern), divisors))
+        assert_same_bits(blocks.divide(pattern, divisors), bits.divide(np.full_like(divisors, pattern), divisors))

@@ -1,12 +1,14 @@
-"""The CPU kernels' AdamW step against the definition: masters, moments and codes, bit for bit."""
+"""The CPU kernels' AdamW step and `requantize` against the definition: masters, moments, codes and scales, bit for bit."""
 
 import numpy as np
 import pytest
 from adamw_cases import FUSED, Parameter, table
+from any_scales import requantized, shard_of_a_whole
+from held_formats import FORMATS
 from same_bits import assert_same_bits
-from samples import bits_of
+from samples import bits_of, sample
 
-from blockfp.definition import adamw
+from blockfp.definition import adamw, numerics
 from blockfp.formats import Format
 from blockfp.kernels import native
 from blockfp.kernels.step_table import row
@@ -102,3 +104,37 @@ def test_what_a_row_refuses():
         row((8, 40), "float64", "float32", whole=(8, 40))
     with pytest.raises(TypeError, match="moments must be of float32"):
         row((8, 40), "float32", "float16", whole=(8, 40))
+
+
+EVERY_INSTRUCTION_SET = pytest.mark.usefixtures("instruction_set")
+
+
+@pytest.fixture(params=native.instruction_sets() if native.available() else ())
+def instruction_set(request):
+    native.use_instruction_set(request.param)
+    yield
+    native.use_instruction_set(native.instruction_sets()[0])
+
+
+@EVERY_INSTRUCTION_SET
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_every_kind_of_input_and_scale(format):
+    for x, scales, key in requantized(format, ((133, 150), (2, 3, 33, 47), (0, 32))):
+        assert_same_bits(native.requantize(x, format, *scales, key=key), numerics.requantize(x, format, *scales, key=key))
+    own = numerics.quantize(sample("gaussian", (70, 290)), format)
+    y = numerics.dequantize(*own, format, "float32", columns=290) * np.float32(1.001)
+    assert_same_bits(native.requantize(y, format, *own[1:], key=3), numerics.requantize(y, format, *own[1:], key=3))
+
+
+@EVERY_INSTRUCTION_SET
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_a_shard_with_amaxes_of_the_whole(format):
+    x, scales, amax, place = shard_of_a_whole(format)
+    got = native.requantize(x, format, *scales, amax=amax, **place)
+    assert_same_bits(got, numerics.requantize(x, format, *scales, amax=amax, **place))
+
+
+@EVERY_INSTRUCTION_SET
+def test_other_dtypes_are_refused():
+    with pytest.raises(TypeError, match="requantize float32, got float16"):
+        native.requantize(np.zeros((2, 32), np.float16), "mxfp8_e4m3", np.zeros((2, 1), np.uint8))

@@ -7,10 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def profiled(profile):
-    """Has `sys.setprofile` call a function meanwhile, of all that is called but by what is collected.
-
-    Another test's garbage would call whoever holds a weak reference to it.
-    """
+    """Calls a function on every call that the block makes; garbage collection, with its weak references, is off."""
     gc.disable()
     sys.setprofile(profile)
     try:

@@ -16,11 +16,7 @@ def fences(page):
 
 
 def blocks(page):
-    """(name, code) of every Python block of a page.
-
-    A block whose first line is a comment of words has these as its name: it wants a model or data, and a test gives them by
-    `run_documented`. The name of any other is None.
-    """
+    """(name, code) of a page's Python blocks; a first line that is a comment of words names a block for `run_documented`."""
     code = [text for language, text in fences(page) if language == "python"]
     return [(match[1] if (match := _NAMED.match(text)) else None, text) for text in code]
 
@@ -31,11 +27,7 @@ def program(page):
 
 
 def documented(name):
-    """The block with this name.
-
-    Raises:
-        LookupError: there is none, or more than one.
-    """
+    """The block with this name; LookupError unless there is exactly one."""
     found = [code for page in PAGES for named, code in blocks(page) if named == name]
     if len(found) != 1:
         raise LookupError(f"{len(found)} blocks of the documents begin with '# {name}'")

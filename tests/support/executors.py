@@ -119,31 +119,30 @@ def kernels(instruction_set):
     native.use_instruction_set(native.instruction_sets()[0])
 
 
-@row("kernels", "torch", "cpu", True)
-@row("definition", "torch", "cpu", False)
-@row("cuda", "gpu", "cuda", True)
-def torch_face(device, by_kernels):
+@row("kernels", "torch", True)
+@row("definition", "torch", False)
+def torch_face(by_kernels):
     """`blockfp.torch`, eager: its ops on kernels, or on the definition by torch's own operations."""
     from arrays import to_numpy, to_torch
 
     import blockfp.torch as bfp
 
     def quantize(x, format, key):
-        q = bfp.quantize(to_torch(x, device), format, key=key)
+        q = bfp.quantize(to_torch(x), format, key=key)
         assert q.shape == x.shape
         return Quantized(*map(to_numpy, (q.codes, q.scales, q.tensor_scale)))
 
     def dequantize(codes, scales, tensor_scale, format, dtype, columns):
         import torch
 
-        parts = (to_torch(part, device) for part in (codes, scales, tensor_scale))
+        parts = map(to_torch, (codes, scales, tensor_scale))
         q = bfp.QuantizedTensor.from_parts(*parts, format=format, columns=columns, dtype=torch.float32)
         return to_numpy(q.dequantize(getattr(torch, dtype)))
 
     with ExitStack() as stack:
         if not by_kernels:
             stack.enter_context(switch.definition_only())
-        elif device == "cpu" and not native.available():
+        elif not native.available():
             pytest.skip(native.status())
         yield one_by_one(quantize, dequantize, not by_kernels)
 
@@ -260,10 +259,7 @@ _defined: dict[tuple, bytes] = {}
 
 
 def hold_one(got, options, given, define, what, source=None):
-    """Asserts that a result is the definition's, which is computed for the first executor that asks in this process.
-
-    A digest of its results is kept, by options and a digest of the arguments. A result with another digest is compared in full.
-    """
+    """Asserts that a result is the definition's, whose digests this process keeps; other digests are compared in full."""
     key = (*options, digest_of(given))
     digest = digest_of(got)
     if _defined.get(key) != digest:

@@ -1,8 +1,4 @@
-"""The formats that tests take one after another.
-
-4-over-6 by another bound or another error differs from `nvfp4_4over6` in a number and a product. So every executor holds these
-on a few arrays (`executors.EveryInput`), and a test that takes long leaves them out.
-"""
+"""The formats that slow tests take: without variants of 4-over-6 whose arithmetic `executors.EveryInput` covers."""
 
 from blockfp.formats import FORMATS as ALL
 

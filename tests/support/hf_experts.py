@@ -31,15 +31,19 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def family(name):
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**COMMON, **FAMILIES[name])
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+def with_biases(model):
+    """Biases of experts begin with zeros: these get values."""
     with torch.no_grad():
         for path, param in model.named_parameters():
             if path.endswith("_bias"):
                 param.uniform_(-0.1, 0.1)
     return model
+
+
+def family(name):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**COMMON, **FAMILIES[name])
+    return with_biases(getattr(transformers, f"{name}ForCausalLM")(config).eval())
 
 
 def experts_of(model):

@@ -38,7 +38,7 @@ def load(folder, *arguments, **options):
     return model
 
 
-def assert_same(one, two):
+def assert_same_model(one, two):
     """Parameters and buffers alike to the bit, originals included."""
     params = dict(two.named_parameters())
     for name, a in one.named_parameters():

@@ -1,16 +1,10 @@
 """Small models of transformers with PEFT's adapters by `integrations.peft`, and the same in float64."""
 
 import torch
+from hf_experts import LATENT, with_biases
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import blockfp.torch as bfp
 from blockfp.integrations.peft import register
@@ -22,8 +16,6 @@ SIZES = {
     "intermediate_size": 96, "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 
-LATENT = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
-
 
 def llama(**sizes):
     torch.manual_seed(0)
@@ -32,12 +24,7 @@ def llama(**sizes):
 
 def gpt_oss():
     torch.manual_seed(0)
-    model = GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, head_dim=16)).eval()
-    with torch.no_grad():
-        for path, param in model.named_parameters():
-            if path.endswith("_bias"):
-                param.uniform_(-0.1, 0.1)
-    return model
+    return with_biases(GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, head_dim=16)).eval())
 
 
 def deepseek():

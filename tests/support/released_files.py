@@ -4,9 +4,7 @@ import json
 
 import ml_dtypes
 import numpy as np
-from typer.testing import CliRunner
 
-from blockfp import cli
 from blockfp.files.modelfile import Entry, write_safetensors
 
 FP8, E8M0, BF16 = (np.dtype(d) for d in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu, ml_dtypes.bfloat16))
@@ -18,11 +16,6 @@ def write(path, arrays, config=None):
     if config is not None:
         path.with_name("config.json").write_text(json.dumps(config))
     return path
-
-
-def run(*arguments):
-    """The command with these arguments."""
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
 
 
 def uniform(low, high, shape):

@@ -15,12 +15,7 @@ def assert_same_parts(got, expected):
 
 
 def assert_same_bits(actual, expected, what="", source=None):
-    """Arrays, or tuples of arrays and None, with the same dtypes, shapes and bits.
-
-    Args:
-        what: is said where they differ.
-        source: the array that they were made of; the bits that the first different element came from are said.
-    """
+    """Compares dtypes, shapes and bits of arrays, or tuples; `what` and the bits in `source` are told where they differ."""
     if isinstance(expected, tuple | list):
         assert len(actual) == len(expected), what
         for number, (a, e) in enumerate(zip(actual, expected, strict=True)):

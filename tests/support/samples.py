@@ -5,18 +5,7 @@ import numpy as np
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
-KINDS = (
-    "gaussian",
-    "bf16_valued",
-    "integers",
-    "exponents",
-    "powers",
-    "random_bits",
-    "subnormal",
-    "huge",
-    "zeros",
-    "special",
-)
+KINDS = ("gaussian", "bf16_valued", "integers", "exponents", "powers", "random_bits", "subnormal", "huge", "zeros", "special")
 
 
 def sample(kind: str, shape: tuple[int, ...], dtype: str = "float32", seed: int = 0) -> np.ndarray:

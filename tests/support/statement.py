@@ -1,8 +1,4 @@
-"""A second, independent statement of every formula, in float64, tables and rational numbers; slow and plain.
-
-Nothing here is shared with the code under test but the names of the formats. fp32 operations are done in float64 and rounded
-once: a product of two fp32 numbers is exact there, and NumPy's fp32 division is IEEE's.
-"""
+"""A second, independent statement of every formula, in float64, tables and rational numbers: it shares names alone."""
 
 from __future__ import annotations
 
@@ -74,10 +70,7 @@ def decode(codes: np.ndarray, element: str) -> np.ndarray:
 
 
 def to_element(y: np.ndarray, element: str, u: np.ndarray | None = None, width: int = 1) -> np.ndarray:
-    """Codes of float64 values (exactly the number to round), by looking for the neighbours in the table.
-
-    `u` are random numbers of `width` bytes.
-    """
+    """Codes of exact float64 values, found among their neighbours in the table; `u` are random numbers of `width` bytes."""
     table = values(element)
     magnitude = np.minimum(np.abs(np.nan_to_num(y, nan=0.0, posinf=1e300, neginf=-1e300)), table[-1])
     below = np.searchsorted(table, magnitude, side="right") - 1
@@ -277,10 +270,7 @@ def random_bytes(key: tuple[int, int], first: int, count: int, width: int = 1) -
 
 
 def kept_scale(scale: float, amax: float, *largest: float) -> float:
-    """The decode scale of a block that had `scale`, once its amax is another: times the power of two nearest to 1 that fits.
-
-    The scale times each of `largest` is what has to reach amax.
-    """
+    """A block's decode scale for another amax: `scale` times the power of two nearest to 1 that reaches amax by `largest`."""
     if not 0 < scale < np.inf:
         scale = 1.0
     if amax == 0 or np.isinf(amax):

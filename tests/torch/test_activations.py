@@ -8,7 +8,6 @@ import threaded
 import torch
 import torch.distributed as dist
 from blockfp.torch_backend.linear.operand_plans import operand_plan
-from blockfp.torch_backend.quantized_tensor.quantize import quantize
 from blockfp.torch_backend.sharded.gather import gather
 from blockfp.torch_backend.sharded.quantize import Direction, quantize_operand_shard
 from blockfp.torch_backend.sharded.rank_plan import COLUMNS, ROWS, TensorParallelShard
@@ -20,6 +19,7 @@ from blockfp.definition.rotation import rotate
 from blockfp.formats import Format
 from blockfp.recipes import Cast
 from blockfp.sharding import plans, simulate
+from blockfp.torch import quantize
 
 BY_NAME = pytest.mark.parametrize("format", FORMATS, ids=str)
 KEY = (7, 9)

@@ -8,9 +8,9 @@ import torch
 import two_pass_kernels
 from adamw_parameters import assert_quantizes, give_gradients, mixed, values_of, weight
 from arrays import tensors_of, values
-from blockfp.torch_backend.weights.cast_weight import CastWeight
 from counted import alone, of_blockfp, profiled
 from held_formats import FORMATS
+from same_tensors import assert_equal
 from torch import nn
 
 import blockfp.torch as bfp
@@ -71,8 +71,7 @@ def test_both_routes_give_the_same_bits():
                     optimizer.step()
             results.append([x.clone() for p in params for x in optimizer.state[p].values()])
     for a, b in zip(results[:3], results[3:], strict=True):
-        for x, y in zip(a, b, strict=True):
-            assert torch.equal(x, y)
+        assert_equal(a, b)
 
 
 @pytest.mark.parametrize("master", ["float32", None])
@@ -87,8 +86,7 @@ def test_a_step_without_learning_rate_leaves_weights_as_they_are(master, captura
     give_gradients(params, 1)
     optimizer.step()
     for p, old in zip(params, before, strict=True):
-        for x, y in zip(*(tensors_of(q) if hasattr(q, "codes") else [q.detach()] for q in (p, old)), strict=True):
-            assert torch.equal(x, y)
+        assert_equal(p, old)
 
 
 def test_capturable_takes_the_same_steps():
@@ -127,8 +125,7 @@ def test_grad_scaler(capturable, route):
         scaler.step(optimizer)
         scaler.update(1024.0)
         if step == 1:
-            for x, y in zip(before, (x for p in params for x in optimizer.state[p].values()), strict=True):
-                assert torch.equal(x, y)
+            assert_equal(before, (x for p in params for x in optimizer.state[p].values()))
     for p, q in zip(params, plain, strict=True):
         assert torch.equal(values_of(optimizer, p), values_of(reference, q))
         assert optimizer.state[p]["step"].item() == 2
@@ -160,7 +157,7 @@ def test_gradients_of_any_kind():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_that_travel_quantized(dtype):
     plain = nn.Parameter(values((40, 64), 0, dtype))
-    p = nn.Parameter(CastWeight.from_values(plain.detach().clone(), "mxfp8_e4m3_32x32"))
+    p = nn.Parameter(bfp.CastWeight.from_values(plain.detach().clone(), "mxfp8_e4m3_32x32"))
     optimizers = [bfp.AdamW([q], lr=1e-2) for q in (p, plain)]
     for step in range(2):
         for q, optimizer in zip((p, plain), optimizers, strict=True):
@@ -296,8 +293,7 @@ def test_whatever_changes_between_steps_is_seen(route, of_a_gpu, monkeypatch):
             assert optimizer.state[params[0]]["exp_avg"].dtype == torch.bfloat16
     for p, q in zip(params, reference, strict=True):
         assert torch.equal(values_of(optimizer, p), values_of(other, q))
-    for x, y in zip(tensors_of(params[0]), tensors_of(reference[0]), strict=True):
-        assert torch.equal(x, y)
+    assert_equal(params[0], reference[0])
 
 
 @pytest.mark.parametrize(
@@ -325,8 +321,7 @@ def test_arrays_that_do_not_fit(name, change, error, message, of_a_gpu, monkeypa
     before = [x.clone() for x in tensors_of(params[0])]
     with pytest.raises(error, match=message):
         optimizer.step()
-    for x, y in zip(tensors_of(params[0]), before, strict=True):
-        assert torch.equal(x, y)
+    assert_equal(tensors_of(params[0]), before)
 
 
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "mxfp8", "nvfp4"])
@@ -349,5 +344,4 @@ def test_a_step_that_is_compiled_runs_as_it_is(recipe):
         return losses, [part for name, param in model.named_parameters() if "weight" in name for part in tensors_of(param)]
 
     for ours, eager in zip(*map(trained, (True, False)), strict=True):
-        for x, y in zip(ours, eager, strict=True):
-            assert torch.equal(x, y)
+        assert_equal(ours, eager)

@@ -8,8 +8,8 @@ import torch
 import two_pass_kernels
 from arrays import tensors_of
 from blockfp.torch_backend.quantized_tensor import sharding
-from blockfp.torch_backend.weights.cast_weight import CastWeight
 from held_formats import FORMATS
+from same_tensors import assert_equal
 from sharded import GEOMETRIES
 from small_model import Side, assert_gathered, device_mesh, inputs_for, quantized, shapes_for, shard, weights_for
 from torch import nn
@@ -36,7 +36,7 @@ class Model(Side):
         generator = torch.Generator().manual_seed(5)
         self.vector = nn.Parameter(torch.randn(7, generator=generator))
         self.matrix = nn.Parameter(torch.randn(6, 33, generator=generator))
-        self.cast = nn.Parameter(CastWeight.from_values(torch.randn(10, 64, generator=generator), "mxfp8_e4m3_32x32"))
+        self.cast = nn.Parameter(bfp.CastWeight.from_values(torch.randn(10, 64, generator=generator), "mxfp8_e4m3_32x32"))
         self.narrow = nn.Linear(20, 9, bias=False, dtype=torch.bfloat16)
         self.narrow.weight.data.copy_(torch.randn(9, 20, generator=generator))
 
@@ -71,14 +71,19 @@ def with_initial(weights, format):
     return quantities
 
 
-def run_whole(weights, format, options):
-    """The unsharded model after the steps, and the state dict of its optimizer."""
-    model = Model(with_initial(weights, format))
+def stepped(model, options):
+    """The optimizer of a model after the steps."""
     optimizer = bfp.AdamW(model.parameters(), **options)
     for step in range(STEPS):
         give_gradients(model, step)
         optimizer.step()
-    return model, optimizer
+    return optimizer
+
+
+def run_whole(weights, format, options):
+    """The unsharded model after the steps, and the state dict of its optimizer."""
+    model = Model(with_initial(weights, format))
+    return model, stepped(model, options)
 
 
 def whole_results(model):
@@ -100,10 +105,7 @@ def assert_same_state(state, expected):
 def sharded(rank, mesh_shape, weights, format, options, expected, expected_plain, expected_state):
     model = Model(with_initial(weights, format))
     shard_all(model, device_mesh(mesh_shape))
-    optimizer = bfp.AdamW(model.parameters(), **options)
-    for step in range(STEPS):
-        give_gradients(model, step)
-        optimizer.step()
+    optimizer = stepped(model, options)
     assert all(sharding.local_of(layer.weight).initial is None for layer in model.layers)
     assert_same_state(optimizer.state_dict()["state"], expected_state)
     model(inputs_for(rank, 300)).backward()
@@ -114,9 +116,7 @@ def sharded(rank, mesh_shape, weights, format, options, expected, expected_plain
 
 
 @pytest.mark.parametrize(
-    ("format", "mesh"),
-    [*((format, "fsdp4") for format in FORMATS), *((format, "hsdp2x2") for format in GEOMETRIES)],
-    ids=str,
+    ("format", "mesh"), [*((format, "fsdp4") for format in FORMATS), *((format, "hsdp2x2") for format in GEOMETRIES)], ids=str
 )
 def test_gathered_weights_are_the_masters_quantization(format, mesh):
     """Aligned, uneven, straddling and empty shards (`shapes_for`) after three steps."""
@@ -126,8 +126,7 @@ def test_gathered_weights_are_the_masters_quantization(format, mesh):
     state = optimizer.state_dict()["state"]
     for layer in model.layers:
         expected = bfp.quantize(optimizer.state[layer.weight]["master"], format)
-        for got, want in zip(tensors_of(layer.weight), tensors_of(expected), strict=True):
-            assert torch.equal(got, want)
+        assert_equal(layer.weight, expected)
     expected = whole_results(model)
     threaded.run(torch.Size(MESHES[mesh]).numel(), sharded, MESHES[mesh], weights, format, options, *expected, state)
 
@@ -211,10 +210,7 @@ def distributed_state(rank, weights, format, options, expected):
     """torch's own functions for an optimizer's distributed state, there and back."""
     model = Model(with_initial(weights, format))
     shard_all(model, device_mesh((4,)))
-    optimizer = bfp.AdamW(model.parameters(), **options)
-    for step in range(STEPS):
-        give_gradients(model, step)
-        optimizer.step()
+    optimizer = stepped(model, options)
     state = get_optimizer_state_dict(model, optimizer)
     other = bfp.AdamW(model.parameters(), **options)
     set_optimizer_state_dict(model, other, state)

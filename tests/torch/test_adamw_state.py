@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from adamw_parameters import assert_quantizes, give_gradients, mixed, values_of, weight
-from arrays import tensors_of, values
+from arrays import values
+from same_tensors import assert_equal
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -43,8 +44,7 @@ def test_state_goes_through_a_state_dict_unchanged(moments, tmp_path):
             o.step()
     for p, q in zip(params, others, strict=True):
         assert torch.equal(values_of(optimizer, p), values_of(other, q))
-        for x, y in zip(*(tensors_of(w) if hasattr(w, "codes") else [w.detach()] for w in (p, q)), strict=True):
-            assert torch.equal(x, y)
+        assert_equal(p, q)
 
 
 def test_state_of_torchs_adamw_and_other_moments_can_be_loaded():
@@ -258,8 +258,7 @@ def test_codes_loaded_later_are_what_the_next_step_goes_on_from(recipe, load):
     optimizer.param_groups[0]["lr"] = 0.0
     _steps(layer, optimizer, 2)
     assert torch.equal(optimizer.state[layer.weight]["master"], other.weight.dequantize(torch.float32))
-    for ours, theirs in zip(tensors_of(layer.weight), tensors_of(other.weight), strict=True):
-        assert torch.equal(ours, theirs)
+    assert_equal(layer.weight, other.weight)
     # Shown by a state dict, too.
     other = _model(recipe, 2)
     LOADS[load](layer, other)

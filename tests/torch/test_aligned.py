@@ -5,6 +5,7 @@ import torch
 from blockfp.torch_backend.custom_ops import cuda_layouts, linear_ops, products
 from blockfp.torch_backend.linear import linear
 from blockfp.torch_backend.modules.shared_inputs import sharing
+from same_tensors import assert_equal
 
 import blockfp.torch as bfp
 from blockfp import recipes
@@ -201,8 +202,7 @@ def test_where_codes_are_aligned_changes_no_bit(name, passes, monkeypatch):
     for module in (linear_ops, linear):
         monkeypatch.setattr(module, "comes_aligned", lambda *_, **__: False)
     forget_plans()
-    for one, other in zip(direct, both(), strict=True):
-        assert torch.equal(one, other)
+    assert_equal(direct, both())
     assert passes == {"cast": 4, "product": 8}
 
 
@@ -213,8 +213,7 @@ def test_directions_have_formats_of_their_own(passes, monkeypatch):
     assert passes == {"cast": 2, "product": 2}
     monkeypatch.setattr(linear_ops, "comes_aligned", lambda *_, **__: False)
     forget_plans()
-    for one, other in zip(direct, step(recipe), strict=True):
-        assert torch.equal(one, other)
+    assert_equal(direct, step(recipe))
     assert passes == {"cast": 2, "product": 6}
 
 
@@ -254,5 +253,4 @@ def test_a_weight_that_begins_inside_a_block(passes):
 
 def test_a_cpu_multiplies_exactly():
     for name in ("mxfp8", "mxfp6", "mxfp4"):
-        for x, y in zip(step(name), step(recipes.RECIPES[name](exact_products=True)), strict=True):
-            assert torch.equal(x, y)
+        assert_equal(step(name), step(recipes.RECIPES[name](exact_products=True)))

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from arrays import values
 from parallel_operands import assert_same_operand, axes, batch_of, mesh_of, part, record_products, shard
+from same_tensors import assert_equal
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -163,8 +164,7 @@ def test_a_dtensor_goes_in_and_comes_out(sequence):
             found.append([t.to_local() if isinstance(t, DTensor) else t for t in (y.detach(), leaf.grad)])
         assert isinstance(y, DTensor)
         assert y.placements == leaf.placements
-        for plain, distributed in zip(*found, strict=True):
-            assert torch.equal(plain, distributed)
+        assert_equal(*found)
 
     threaded.run(2, run)
 

@@ -1,25 +1,27 @@
-"""Checkpoints: saved on one mesh, loaded on another, everything equal to the bit, also after more steps."""
+"""Checkpoints: saved on one mesh, loaded on another, with equal bits after more steps; saves that run as a program ends."""
 
 import copy
 import functools
 import math
+import subprocess
+import sys
 
 import pytest
 import threaded
 import torch
 import torch.distributed.checkpoint as dcp
-from blockfp.torch_backend.checkpoint.checkpoint import load_checkpoint, save_checkpoint
-from blockfp.torch_backend.optimizer.adamw import AdamW
 from blockfp.torch_backend.quantized_tensor.sharding import local_of, placed
 from blockfp.torch_backend.torch_internals import dtensor_like
 from blockfp.torch_backend.weights.state_dict import stored
 from held_formats import FORMATS
+from processes import LIMIT, environment
 from resumed import MESHES, assert_is_part_of, model_of, own, shard, train
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import blockfp.torch as bfp
 from blockfp.errors import BadCheckpoint
+from blockfp.files import manifest
 
 SHAPES = [(64, 128), (37, 40), (3, 64), (70, 128)]
 """Two that are cut along the blocks on some mesh, two that no mesh cuts evenly, and one of fewer rows than ranks."""
@@ -32,7 +34,7 @@ def world(mesh):
 
 
 def optimizer_of(model, **options):
-    return AdamW(model.parameters(), lr=0.1, key=7, **options)
+    return bfp.AdamW(model.parameters(), lr=0.1, key=7, **options)
 
 
 @functools.lru_cache(maxsize=8)
@@ -47,13 +49,13 @@ def save(rank, mesh, folder, format, shapes=SHAPES, **options):
     model = shard(model_of(format, shapes), mesh)
     optimizer = optimizer_of(model, **options)
     train(model, optimizer, 0, 3)
-    save_checkpoint(folder, model, optimizer, step=3, extra={"cursor": torch.arange(3), "epoch": 2, "name": "run"})
+    bfp.save_checkpoint(folder, model, optimizer, step=3, extra={"cursor": torch.arange(3), "epoch": 2, "name": "run"})
 
 
 def load_and_go_on(rank, mesh, folder, format, shapes, options, references):
     model = shard(model_of(format, shapes, seed=50), mesh)
     optimizer = optimizer_of(model, **options)
-    loaded = load_checkpoint(folder, model, optimizer)
+    loaded = bfp.load_checkpoint(folder, model, optimizer)
     assert (loaded.step, loaded.extra["epoch"], loaded.extra["name"]) == (3, 2, "run")
     assert torch.equal(loaded.extra["cursor"], torch.arange(3))
     assert_is_part_of(model, optimizer, *references[0])
@@ -69,10 +71,7 @@ def check(folder, format, source, target, shapes=SHAPES, **options):
 
 @pytest.mark.parametrize(("i", "format"), list(enumerate(FORMATS)), ids=str)
 def test_every_format_goes_on_on_another_mesh(i, format, tmp_path):
-    """FSDP to other numbers of ranks, HSDP, FSDP over tensor parallelism and back; uneven, empty and straddling shards.
-
-    There are more formats than pairs of meshes, so each pair has its turn.
-    """
+    """Formats take turns at pairs of meshes: FSDP, HSDP, FSDP over TP; uneven, empty and straddling shards."""
     assert len(FORMATS) >= len(PAIRS)
     source, target = PAIRS[(7 * i + 3) % len(PAIRS)]
     check(tmp_path, format.name, source, target, SHAPES[1:])
@@ -113,8 +112,8 @@ def test_before_the_first_step(kind, tmp_path):
         model[0].weight.initial = torch.ones(model[0].weight.shape) if format else None
         for param in model.parameters():
             param.grad = torch.ones(param.shape)
-    save_checkpoint(tmp_path, models[1], optimizers[1], step=0)
-    load_checkpoint(tmp_path, models[2], optimizers[2])
+    bfp.save_checkpoint(tmp_path, models[1], optimizers[1], step=0)
+    bfp.load_checkpoint(tmp_path, models[2], optimizers[2])
     assert not optimizers[1].state
     assert all(torch.equal(param.grad, torch.ones(param.shape)) for model in models for param in model.parameters())
     for model, optimizer in zip(models, optimizers, strict=True):
@@ -213,7 +212,7 @@ def _wrong_format(rank, folder):
         dcp.load({"model": state}, checkpoint_id=folder / "step-00000003")
     both = r"0\.weight is mxfp8_e5m2_32x32 in the model and mxfp8_e4m3_32x32 in the checkpoint"
     with pytest.raises(BadCheckpoint, match=both):
-        load_checkpoint(folder, model)
+        bfp.load_checkpoint(folder, model)
     assert all(torch.equal(local_of(layer.weight).codes, old) for layer, old in zip(model, before, strict=True))
 
 
@@ -233,7 +232,7 @@ def test_another_format_is_refused_before_anything_is_changed(tmp_path):
 def _requantize(rank, mesh, folder, ours, with_optimizer, expected, values):
     model = shard(model_of(ours, SHAPES, seed=50), mesh)
     optimizer = optimizer_of(model) if with_optimizer else None
-    load_checkpoint(folder, model, optimizer, requantize=True)
+    bfp.load_checkpoint(folder, model, optimizer, requantize=True)
     assert_is_part_of(model, None, expected, None)
     if optimizer is not None:
         for layer, value in zip(model, values, strict=True):
@@ -276,14 +275,82 @@ def test_what_does_not_fit_is_named(tmp_path):
     save(0, "one", tmp_path, "mxfp8_e4m3")
     model = model_of("mxfp8_e4m3", SHAPES[:3])
     with pytest.raises(BadCheckpoint, match=r"has beyond it 3\.bias, 3\.input_amax_history"):
-        load_checkpoint(tmp_path, model)
+        bfp.load_checkpoint(tmp_path, model)
     with pytest.raises(BadCheckpoint, match=r"lacks 4\.bias"):
-        load_checkpoint(tmp_path, model_of("mxfp8_e4m3", [*SHAPES, (4, 4)]))
+        bfp.load_checkpoint(tmp_path, model_of("mxfp8_e4m3", [*SHAPES, (4, 4)]))
     with pytest.raises(BadCheckpoint, match=r"model\.0\.weight has shape \(64, 128\) in the checkpoint and \(65, 128\) here"):
-        load_checkpoint(tmp_path, model_of("mxfp8_e4m3", [(65, 128), *SHAPES[1:]]))
-    save_checkpoint(tmp_path / "alone", model, step=1)
+        bfp.load_checkpoint(tmp_path, model_of("mxfp8_e4m3", [(65, 128), *SHAPES[1:]]))
+    bfp.save_checkpoint(tmp_path / "alone", model, step=1)
     with pytest.raises(BadCheckpoint, match=r"holds no optimizer"):
-        load_checkpoint(tmp_path / "alone", model, optimizer_of(model))
+        bfp.load_checkpoint(tmp_path / "alone", model, optimizer_of(model))
     empty = model_of("mxfp8_e4m3", SHAPES).to("meta")
     with pytest.raises(BadCheckpoint, match=r"is on the meta device"):
-        load_checkpoint(tmp_path, empty)
+        bfp.load_checkpoint(tmp_path, empty)
+
+
+FULL = """
+import atexit, resource, signal, sys
+from torch import nn
+import blockfp.torch as bfp
+
+atexit.register(print, "others' exit handlers have run")
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10000, resource.RLIM_INFINITY))
+saving = bfp.save_checkpoint(sys.argv[1], nn.Linear(64, 128), step=3, wait=False)
+print("the training ends")
+if len(sys.argv) > 2:
+    try:
+        saving.wait()
+    except OSError:
+        print("told")
+"""
+
+DESTROYED = """
+import sys, time
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+import blockfp.torch as bfp
+from blockfp.torch_backend.checkpoint import checkpoint_files
+
+def late(*args):
+    time.sleep(0.5)
+    return original(*args)
+
+original, checkpoint_files.write = checkpoint_files.write, late
+run, store, rank = sys.argv[1:]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=2)
+model = fully_shard(bfp.convert(nn.Linear(64, 64), "mxfp8"))
+bfp.save_checkpoint(run, model, step=2, wait=False)
+dist.destroy_process_group()
+"""
+
+
+def started(program, *arguments):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", program, *map(str, arguments)], env=environment(), **pipes)
+
+
+def test_a_save_that_fails_at_the_end(tmp_path):
+    """On stderr at once and once more, and in the exit status, which leaves out nobody's exit handlers."""
+    unheard, heard = started(FULL, tmp_path / "run"), started(FULL, tmp_path / "other", "waits")
+    out, err = unheard.communicate(timeout=LIMIT)
+    assert unheard.returncode == 120, err
+    assert out.splitlines() == ["the training ends", "others' exit handlers have run"]
+    at_once, at_the_end = (line for line in err.splitlines() if line.startswith("blockfp: "))
+    assert "run/step-00000003 was not saved: rank 0: OSError: [Errno 27] writing: File too large" in at_once
+    assert "run/step-00000003 was not saved when the program ended, and nobody has called wait()" in at_the_end
+    assert not list((tmp_path / "run").iterdir())
+    out, err = heard.communicate(timeout=LIMIT)
+    assert (heard.returncode, out.splitlines()[1]) == (0, "told"), err
+
+
+def test_ranks_that_leave_their_process_group(tmp_path):
+    """As every script for torchrun ends; the save goes on without the group."""
+    ranks = [started(DESTROYED, tmp_path / "run", tmp_path / "store", rank) for rank in range(2)]
+    for rank in ranks:
+        _, err = rank.communicate(timeout=LIMIT)
+        assert rank.returncode == 0, err
+    assert manifest.steps(tmp_path / "run") == [2]
+    model = bfp.convert(torch.nn.Linear(64, 64), "mxfp8")
+    assert bfp.load_checkpoint(tmp_path / "run", model).step == 2

@@ -64,9 +64,6 @@ def replaced(path, other):
     beside.rename(path)
 
 
-# ---- files that change
-
-
 @pytest.mark.parametrize("change", [rewritten, replaced])
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "manifest.json"])
 def test_what_changes_behind_its_sum_is_not_loaded(run, other, change, name, monkeypatch):
@@ -149,9 +146,6 @@ def test_a_folder_that_is_called_as_another_step(run):
     assert bfp.load_checkpoint(run / "best", model_of(3.0)).step == 1
 
 
-# ---- calls that fail
-
-
 class Failing:
     """The file system, one call of which fails."""
 
@@ -229,9 +223,6 @@ def test_each_call_fails_once_under_a_load(run):
         assert is_of(model, 1.0) if error is None else str(run) in str(error), number
         done = failing.count < number
     assert number > 50
-
-
-# ---- requests to stop
 
 
 class Stop:
@@ -323,9 +314,6 @@ def test_one_rank_is_told_to_stop(run, kind, where, monkeypatch):
     assert kind.__name__ in told, other
     assert f"rank {odd}" in told
     assert [path.name for path in run.iterdir()] == ["step-00000001"]
-
-
-# ---- a machine that crashes
 
 
 def test_each_name_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):

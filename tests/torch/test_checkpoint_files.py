@@ -16,9 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from blockfp.torch_backend.checkpoint import plain_values
-from blockfp.torch_backend.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from blockfp.torch_backend.checkpoint.index import read_index
-from blockfp.torch_backend.optimizer.adamw import AdamW
 from processes import LIMIT, environment
 from resumed import assert_is_part_of, model_of, shard, train
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
@@ -41,19 +39,19 @@ class Step(enum.IntEnum):
 def saved(tmp_path):
     """A run's folder with checkpoints of steps 1 and 2."""
     model = model_of(FORMAT, SHAPES)
-    optimizer = AdamW(model.parameters(), lr=0.1)
+    optimizer = bfp.AdamW(model.parameters(), lr=0.1)
     for step in (1, 2):
         train(model, optimizer, step - 1, step)
-        save_checkpoint(tmp_path / "run", model, optimizer, step=step)
+        bfp.save_checkpoint(tmp_path / "run", model, optimizer, step=step)
     return tmp_path / "run"
 
 
 def refused(run, match, **options):
     """Loading raises, and leaves the model and the optimizer as they were."""
     model, reference = model_of(FORMAT, SHAPES, seed=50), model_of(FORMAT, SHAPES, seed=50)
-    optimizer = AdamW(model.parameters(), lr=0.1)
+    optimizer = bfp.AdamW(model.parameters(), lr=0.1)
     with pytest.raises(BadCheckpoint, match=match):
-        load_checkpoint(run, model, optimizer, **options)
+        bfp.load_checkpoint(run, model, optimizer, **options)
     assert_is_part_of(model, None, reference, None)
     assert not optimizer.state
 
@@ -72,7 +70,7 @@ def test_an_altered_file_is_named(saved, name):
     path.write_bytes(content)
     refused(saved, rf"step-00000002/{name} is not what was saved: its SHA-256 differs")
     refused(saved / "step-00000002", "SHA-256")
-    assert load_checkpoint(saved, model_of(FORMAT, SHAPES), step=1).step == 1
+    assert bfp.load_checkpoint(saved, model_of(FORMAT, SHAPES), step=1).step == 1
 
 
 def test_a_file_that_is_gone_is_named(saved):
@@ -100,13 +98,13 @@ def test_what_is_there_and_what_is_not(saved, tmp_path):
     refused(saved / "step-00000002", r"is a checkpoint itself, not of step 1", step=1)
     model = model_of(FORMAT, SHAPES)
     with pytest.raises(FileExistsError, match="is never overwritten"):
-        save_checkpoint(saved, model, step=2)
+        bfp.save_checkpoint(saved, model, step=2)
     with pytest.raises(TypeError, match=r"extra\['cursor'\] must be a tensor, or numbers and strings, got dict"):
-        save_checkpoint(saved, model, step=3, extra={"cursor": {"file": 1}})
+        bfp.save_checkpoint(saved, model, step=3, extra={"cursor": {"file": 1}})
     with pytest.raises(FileExistsError, match=r"step-00000002 is a checkpoint itself: save to the folder of the run, .*run$"):
-        save_checkpoint(saved / "step-00000002", model, step=3)
+        bfp.save_checkpoint(saved / "step-00000002", model, step=3)
     with pytest.raises(NotADirectoryError, match=r"manifest\.json is no folder"):
-        save_checkpoint(saved / "step-00000002" / "manifest.json", model, step=3)
+        bfp.save_checkpoint(saved / "step-00000002" / "manifest.json", model, step=3)
 
 
 @pytest.mark.parametrize(
@@ -131,34 +129,34 @@ def test_what_is_there_and_what_is_not(saved, tmp_path):
 )
 def test_arguments_that_could_not_be_loaded_again(change, error, match, tmp_path):
     with pytest.raises(error, match=match):
-        save_checkpoint(tmp_path, **({"model": torch.nn.Linear(2, 2), "step": 1} | change))
+        bfp.save_checkpoint(tmp_path, **({"model": torch.nn.Linear(2, 2), "step": 1} | change))
     assert not list(tmp_path.iterdir())
 
 
 def test_numbers_of_numpy(tmp_path):
     """Schedulers and metrics make them; they are saved as Python's."""
     model = model_of(FORMAT, SHAPES)
-    optimizer = AdamW(model.parameters(), lr=0.5)
+    optimizer = bfp.AdamW(model.parameters(), lr=0.5)
     optimizer.param_groups[0]["lr"] = np.float64(0.25)
     extra = {"loss": np.mean([1.0, 2.0]), "both": (np.int64(3), np.bool_(True))}
-    save_checkpoint(tmp_path, model, optimizer, step=np.int64(7), extra=extra)
-    loaded = load_checkpoint(tmp_path, model, optimizer, step=np.int64(7))
+    bfp.save_checkpoint(tmp_path, model, optimizer, step=np.int64(7), extra=extra)
+    loaded = bfp.load_checkpoint(tmp_path, model, optimizer, step=np.int64(7))
     assert (loaded.step, loaded.extra) == (7, {"loss": 1.5, "both": (3, True)})
     assert type(optimizer.param_groups[0]["lr"]) is float
     with pytest.raises(ValueError, match=r"optimizer's parameter 0, of shape \(64, 128\), is none of the model's"):
-        save_checkpoint(tmp_path, model_of(FORMAT, SHAPES), optimizer, step=8)
+        bfp.save_checkpoint(tmp_path, model_of(FORMAT, SHAPES), optimizer, step=8)
     optimizer.param_groups[0]["eps"] = Step.FIRST
     with pytest.raises(
         TypeError, match=r"optimizer\.param_groups\[0\]\.eps must be a tensor, or numbers and strings, got Step"
     ):
-        save_checkpoint(tmp_path, model, optimizer, step=8)
+        bfp.save_checkpoint(tmp_path, model, optimizer, step=8)
 
 
 def test_a_value_that_only_a_foreign_program_wrote_is_refused(saved, monkeypatch):
     """Before anything is read into the model."""
     monkeypatch.setattr(plain_values, "plain", lambda name, value: value)
     monkeypatch.setattr(plain_values, "plain_extra", lambda extra: extra)
-    save_checkpoint(saved, model_of(FORMAT, SHAPES), step=3, extra={"s": Harmful()})
+    bfp.save_checkpoint(saved, model_of(FORMAT, SHAPES), step=3, extra={"s": Harmful()})
     refused(saved, r"extra\.own\.s can't be read")
 
 
@@ -168,37 +166,37 @@ def test_what_a_dead_run_left_is_removed_and_old_ones_go(saved):
     (saved / "notes.txt").write_text("mine")
     assert manifest.steps(saved) == [1, 2]
     model = model_of(FORMAT, SHAPES)
-    save_checkpoint(saved, model, step=3, keep=2)
+    bfp.save_checkpoint(saved, model, step=3, keep=2)
     assert sorted(path.name for path in saved.iterdir()) == ["notes.txt", "step-00000002", "step-00000003"]
     # One that was moved to another disk, and linked.
     (saved / "step-00000002").rename(elsewhere := saved.parent / "elsewhere")
     (saved / "step-00000002").symlink_to(elsewhere)
-    save_checkpoint(saved, model, step=4, keep=1)
+    bfp.save_checkpoint(saved, model, step=4, keep=1)
     (saved / ".step-00000002.old").symlink_to(elsewhere)
     (saved / ".step-00000005.tmp").symlink_to(saved.parent / "gone")
-    save_checkpoint(saved, model, step=5, keep=1)
+    bfp.save_checkpoint(saved, model, step=5, keep=1)
     assert sorted(path.name for path in saved.iterdir()) == ["notes.txt", "step-00000005"]
     assert (elsewhere / "manifest.json").is_file()
 
 
 def test_what_is_just_written_stays_also_after_going_back(saved):
     model = model_of(FORMAT, SHAPES)
-    save_checkpoint(saved, model, step=300)
-    load_checkpoint(saved, model, step=2)
+    bfp.save_checkpoint(saved, model, step=300)
+    bfp.load_checkpoint(saved, model, step=2)
     (saved / "step-00000007").write_text("a file")
     (saved / "step-00000008").mkdir()
     (saved / "step-000000009").mkdir()
-    assert save_checkpoint(saved, model, step=150, keep=2).wait().is_dir()
+    assert bfp.save_checkpoint(saved, model, step=150, keep=2).wait().is_dir()
     others = ["step-00000007", "step-00000008", "step-000000009"]
     assert sorted(path.name for path in saved.iterdir()) == sorted([*others, "step-00000150", "step-00000300"])
-    assert load_checkpoint(saved, model).step == 300
+    assert bfp.load_checkpoint(saved, model).step == 300
 
 
 def test_a_save_that_fails_leaves_what_was_there(saved, monkeypatch):
     model = model_of(FORMAT, SHAPES)
     monkeypatch.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(OSError("no way")))
     with pytest.raises(OSError, match=r"step-00000003 was not saved: rank 0: OSError: no way"):
-        save_checkpoint(saved, model, step=3)
+        bfp.save_checkpoint(saved, model, step=3)
     assert sorted(path.name for path in saved.iterdir()) == ["step-00000001", "step-00000002"]
 
 
@@ -214,12 +212,12 @@ def test_a_disk_that_is_full(saved, wait):
         with pytest.raises(
             OSError, match=r"step-00000003 was not saved: rank 0: OSError: \[Errno 27\] writing: File too large"
         ):
-            save_checkpoint(saved, model, step=3, wait=wait).wait()
+            bfp.save_checkpoint(saved, model, step=3, wait=wait).wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
     assert sorted(path.name for path in saved.iterdir()) == ["step-00000001", "step-00000002"]
-    assert save_checkpoint(saved, model, step=4, wait=wait).wait().is_dir()
+    assert bfp.save_checkpoint(saved, model, step=4, wait=wait).wait().is_dir()
 
 
 class Harmful:
@@ -270,23 +268,23 @@ def test_kills_at_random_moments(tmp_path):
 def behind_the_trainings_back(rank):
     folder = Path(os.environ["RUN"])
     model = shard(model_of("nvfp4_16x16", SHAPES), "fsdp2")
-    optimizer = AdamW(model.parameters(), lr=0.1)
+    optimizer = bfp.AdamW(model.parameters(), lr=0.1)
     train(model, optimizer, 0, 3)
-    saving = save_checkpoint(folder / "run", model, optimizer, step=3, wait=False)
+    saving = bfp.save_checkpoint(folder / "run", model, optimizer, step=3, wait=False)
     # The training goes on, with collectives of its own, while step 3 is written.
     train(model, optimizer, 3, 6)
     assert saving.wait() == folder / "run" / "step-00000003"
     assert saving.done()
-    save_checkpoint(folder / "run", model, optimizer, step=6, wait=False)
+    bfp.save_checkpoint(folder / "run", model, optimizer, step=6, wait=False)
     train(model, optimizer, 6, 7)
-    save_checkpoint(folder / "run", model, optimizer, step=7)
+    bfp.save_checkpoint(folder / "run", model, optimizer, step=7)
     for step in (3, 6, 7):
         whole = model_of("nvfp4_16x16", SHAPES)
-        whole_optimizer = AdamW(whole.parameters(), lr=0.1)
+        whole_optimizer = bfp.AdamW(whole.parameters(), lr=0.1)
         train(whole, whole_optimizer, 0, step)
         other = shard(model_of("nvfp4_16x16", SHAPES, seed=50), "fsdp2")
-        other_optimizer = AdamW(other.parameters(), lr=0.1)
-        load_checkpoint(folder / "run", other, other_optimizer, step=step)
+        other_optimizer = bfp.AdamW(other.parameters(), lr=0.1)
+        bfp.load_checkpoint(folder / "run", other, other_optimizer, step=step)
         assert_is_part_of(other, other_optimizer, whole, whole_optimizer)
     # An error is the same on every rank, also where only one looks at the file that is broken.
     if rank == 0:
@@ -294,8 +292,8 @@ def behind_the_trainings_back(rank):
         path.write_bytes(path.read_bytes()[:-1])
     dist.barrier()
     for action, match in (
-        (lambda: load_checkpoint(folder / "run", model), "__1_0.distcp has"),
-        (lambda: save_checkpoint(folder / "run", model, step=6), "is never overwritten"),
+        (lambda: bfp.load_checkpoint(folder / "run", model), "__1_0.distcp has"),
+        (lambda: bfp.save_checkpoint(folder / "run", model, step=6), "is never overwritten"),
     ):
         with pytest.raises((BadCheckpoint, FileExistsError), match=match):
             action()
@@ -306,17 +304,17 @@ def each_kind_of_mesh(rank):
     whole = {}
     for steps in (3, 5):
         whole[steps] = model_of("nvfp4_16x16", SHAPES)
-        optimizer = AdamW(whole[steps].parameters(), lr=0.1)
+        optimizer = bfp.AdamW(whole[steps].parameters(), lr=0.1)
         train(whole[steps], optimizer, 0, steps)
         whole[steps] = whole[steps], optimizer
     for source, target in (("strided", "fsdp4"), ("fsdp4", "hsdp"), ("hsdp", "strided")):
         model = shard(model_of("nvfp4_16x16", SHAPES), source)
-        optimizer = AdamW(model.parameters(), lr=0.1)
+        optimizer = bfp.AdamW(model.parameters(), lr=0.1)
         train(model, optimizer, 0, 3)
-        save_checkpoint(folder / source, model, optimizer, step=3)
+        bfp.save_checkpoint(folder / source, model, optimizer, step=3)
         other = shard(model_of("nvfp4_16x16", SHAPES, seed=50), target)
-        other_optimizer = AdamW(other.parameters(), lr=0.5)
-        load_checkpoint(folder / source, other, other_optimizer)
+        other_optimizer = bfp.AdamW(other.parameters(), lr=0.5)
+        bfp.load_checkpoint(folder / source, other, other_optimizer)
         assert_is_part_of(other, other_optimizer, *whole[3])
         train(other, other_optimizer, 3, 5)
         assert_is_part_of(other, other_optimizer, *whole[5])

@@ -5,8 +5,10 @@ import math
 import pytest
 import threaded
 import torch
+from arrays import values
 from blockfp.torch_backend.quantized_tensor.sharding import local_of
 from resumed import MESHES
+from same_tensors import assert_equal
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -34,7 +36,7 @@ def shard(model, mesh):
 
 def train(model, optimizer, rank, first, last):
     for step in range(first, last):
-        x = torch.randn(16, 48, generator=torch.Generator().manual_seed(100 * step + rank))
+        x = values((16, 48), 100 * step + rank)
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -50,12 +52,6 @@ def everything(model, optimizer):
         held |= {f"{name}.{i}": part.detach().clone() for i, part in enumerate(parts) if part is not None}
         held |= {f"{name}.{entry}": value.clone() for entry, value in optimizer.state[param].items()}
     return held
-
-
-def assert_equal(a, b):
-    assert a.keys() == b.keys()
-    for name, value in a.items():
-        assert torch.equal(value, b[name]), name
 
 
 def _uninterrupted_or_not(rank, folder, recipe, options):
@@ -138,7 +134,7 @@ def _tensor_parallel(rank, folder, recipe, sequence_parallel):
     fully_shard(layer, mesh=mesh["fsdp"])
     optimizer = bfp.AdamW(layer.parameters(), lr=0.01)
     for step in range(2):
-        x = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(10 * step + mesh["fsdp"].get_local_rank()))
+        x = values((2, 64, 64), 10 * step + mesh["fsdp"].get_local_rank())
         if sequence_parallel:
             x = x.chunk(2, dim=1)[mesh["tp"].get_local_rank()]
         layer(x).square().mean().backward()

@@ -33,8 +33,6 @@ def assert_trains_alike(model, compiled, by, x):
         torch.testing.assert_close(got, wanted)
 
 
-# ---- lengths that are left open
-
 CHAINS = {
     "layers": lambda **options: nn.Sequential(bfp.Linear(64, 64, **options), bfp.Linear(64, 64, bias=False, **options)),
     "MLP": lambda **options: nn.Sequential(bfp.LayerNormMLP(64, 64, **options), bfp.LayerNormLinear(64, 64, **options)),
@@ -69,9 +67,6 @@ def test_a_graph_of_operations(mode, recipe, weights):
         assert torch.equal(graph(state, x), model(x))
 
 
-# ---- the cache on disk
-
-
 @WEIGHTS
 def test_a_cache_tells_weights_apart(weights, monkeypatch):
     made = lambda recipe, dtype=None: bfp.Linear(64, 64, recipe=recipe, weights=weights, dtype=dtype).weight.detach()  # noqa: E731
@@ -94,10 +89,7 @@ CHECKPOINTS = {
 @pytest.mark.parametrize(("recipe", "observed"), [("fp8_delayed", False), ("nvfp4", False), ("nvfp4", True)])
 @pytest.mark.parametrize("options", CHECKPOINTS)
 def test_checkpoints_and_what_layers_keep_between_steps(recipe, options, observed):
-    """Compiled code is given the layers' buffers beside the input, and writes them before a checkpoint has all made again.
-
-    Backend "eager" runs the graph as it is; others don't keep buffers for it.
-    """
+    """Compiled code writes buffers before a checkpoint recomputes; backend "eager" alone keeps buffers for it."""
     torch._dynamo.reset()
     # The backward of the last layer runs before the input of the first one is made again.
     model = nn.Sequential(bfp.Linear(64, 64, recipe=recipe), nn.GELU(), bfp.Linear(64, 64, recipe=recipe))

@@ -2,13 +2,13 @@
 
 import copy
 import gc
-import io
 import pickle
 import weakref
 
 import numpy as np
 import pytest
 import torch
+from arrays import through_a_file
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
@@ -114,11 +114,8 @@ def test_subclasses_with_torchs_forward_are_converted_and_stay_what_they_are():
 
 def test_layers_of_subclasses_are_copied_and_pickled():
     layer = bfp.convert(Scaled(32, 16), "nvfp4")
-    file = io.BytesIO()
-    torch.save(layer, file)
-    file.seek(0)
     x = torch.randn(4, 32)
-    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), torch.load(file, weights_only=False)):
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), through_a_file(layer, weights_only=False)):
         assert type(other) is type(layer)
         assert torch.equal(other(x), layer(x))
         other.load_state_dict(layer.state_dict())

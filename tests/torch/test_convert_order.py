@@ -1,11 +1,12 @@
-"""`convert` behind what holds a model's parameters already: an optimizer trains on, as one built later would; a wrapper that
-reduces their gradients is refused."""
+"""`convert` after an optimizer holds the parameters trains on as before; after a wrapper that reduces gradients, it raises."""
 
 import copy
 import weakref
 
 import pytest
 import torch
+import training
+from arrays import values
 from torch import nn
 
 import blockfp.torch as bfp
@@ -27,15 +28,8 @@ def net(dtype=torch.float32):
 
 
 def train(model, optimizer, steps=3):
-    losses = []
-    x = torch.randn(16, 48, generator=torch.Generator().manual_seed(1)).to(next(model.parameters()).dtype)
-    for _ in range(steps):
-        loss = (model(x) - 1).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    x = values((16, 48), 1).to(next(model.parameters()).dtype)
+    return training.train(optimizer, lambda _: (model(x) - 1).float().square().mean(), range(steps))
 
 
 def outcome(model, optimizer):

@@ -1,13 +1,13 @@
 """Random keys of copies, and of optimizers that share theirs: no two layers of a model round by the same bits unsaid."""
 
 import copy
-import io
 import itertools
 import pickle
 import warnings
 
 import pytest
 import torch
+from arrays import through_a_file
 from torch import nn
 
 import blockfp.torch as bfp
@@ -111,10 +111,7 @@ def test_what_is_loaded_keeps_its_keys():
     other = nn.Sequential(layer(), nn.GELU(), bfp.Linear(64, 64, recipe="nvfp4"))
     other.load_state_dict(model.state_dict())
     assert keys(other) == keys(model)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    assert keys(torch.load(file, weights_only=False)) == keys(model)
+    assert keys(through_a_file(model, weights_only=False)) == keys(model)
 
 
 def test_layers_without_keys_and_on_meta():

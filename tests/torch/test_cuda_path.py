@@ -1,9 +1,7 @@
-"""The host's code of the CUDA path, with kernels that the definition carries out.
-
-Layers are held against products in float64, modules and arrays against the CPU's own path.
-"""
+"""The host's code of the CUDA path, with kernels that the definition carries out, against float64 and the CPU's path."""
 
 import contextlib
+import functools
 import hashlib
 
 import emulated_cuda
@@ -11,7 +9,8 @@ import pytest
 import torch
 from arrays import tensors_of, values
 from blockfp.torch_backend.custom_ops import overflow
-from linear_reference import MIXED, SCALES, assert_close, expected, state_of
+from linear_reference import MIXED, hold_linear
+from same_tensors import assert_equal
 
 import blockfp.torch as bfp
 from blockfp import recipes
@@ -24,44 +23,24 @@ SUMS = 2.0**-18
 ALIGNED = 2.0**-15
 
 
-def run(recipe, shape, dtype):
-    tokens, n, k = shape
-    x, weight, gradient = values((tokens, k), 0, dtype), values((n, k), 1, dtype, 0.1), values((tokens, n), 2, dtype)
-    recipe = recipes.parse(recipe)
-    state = state_of(recipe)
-    stored = weight if recipe.weight.format is None else bfp.quantize(weight, recipe.weight.format)
-    leaf, stored = x.clone().requires_grad_(), stored.requires_grad_()
-    with emulated_cuda.launches():
-        y = bfp.linear(leaf, stored, recipe=recipe, state=state, key=7)
-        y.backward(gradient)
-    wanted = expected(x, weight, gradient, recipe, key=7, **(SCALES if state is not None else {}))
-    return (y, leaf.grad, stored.grad), wanted, state, (x, gradient)
+hold = functools.partial(hold_linear, launches=emulated_cuda.launches)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", recipes.RECIPES)
 def test_products(name, dtype):
-    got, wanted, state, (x, gradient) = run(name, (48, 96, 128), dtype)
-    for actual, result in zip(got, wanted, strict=True):
-        assert_close(actual, result, sums=ALIGNED if name.startswith("mx") else SUMS)
-    if state is not None:
-        assert state.input_amax_history[0] == x.abs().max()
-        assert state.gradient_amax_history[0] == gradient.abs().max()
+    hold(name, ALIGNED if name.startswith("mx") else SUMS, (48, 96, 128), dtype)
 
 
 @pytest.mark.parametrize("shape", [(40, 33, 50), (1, 16, 16), (200, 144, 136)])
 @pytest.mark.parametrize("name", recipes.RECIPES)
 def test_ragged_shapes(name, shape):
-    got, wanted, *_ = run(name, shape, torch.bfloat16)
-    for actual, result in zip(got, wanted, strict=True):
-        assert_close(actual, result, sums=ALIGNED if name.startswith("mx") else SUMS)
+    hold(name, ALIGNED if name.startswith("mx") else SUMS, shape, torch.bfloat16)
 
 
 @pytest.mark.parametrize("case", MIXED)
 def test_mixed(case):
-    got, wanted, *_ = run(recipes.fp8_current().replace(**MIXED[case]), (48, 96, 128), torch.bfloat16)
-    for actual, result in zip(got, wanted, strict=True):
-        assert_close(actual, result, sums=SUMS)
+    hold(recipes.fp8_current().replace(**MIXED[case]), SUMS, (48, 96, 128), torch.bfloat16)
 
 
 def assert_near(found, wanted):
@@ -128,8 +107,7 @@ def test_arrays(format):
         with emulated_cuda.launches():
             found = bfp.quantize(x, format, key=key)
             back = found.dequantize(torch.float32)
-        assert torch.equal(found.codes, expected.codes)
-        assert torch.equal(found.scales, expected.scales)
+        assert_equal(found, expected)
         assert torch.equal(back, expected.dequantize(torch.float32))
 
 
@@ -199,9 +177,7 @@ SQUARE = {
 @pytest.mark.parametrize("shape", [(64, 96, 128), (40, 33, 50)])
 @pytest.mark.parametrize("case", SQUARE)
 def test_square_blocks(case, shape):
-    got, wanted, *_ = run(SQUARE[case], shape, torch.bfloat16)
-    for actual, result in zip(got, wanted, strict=True):
-        assert_close(actual, result, sums=ALIGNED)
+    hold(SQUARE[case], ALIGNED, shape, torch.bfloat16)
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)

@@ -1,9 +1,4 @@
-"""DistributedDataParallel that others construct, with its own arguments: rank 0's weights to the bit, and one step together.
-
-A model that it has wrapped already is refused.
-
-Also what torch had before fully_shard: FSDP1 and ZeroRedundancyOptimizer.
-"""
+"""DDP, FSDP1 and ZeroRedundancyOptimizer that others construct: rank 0's weights to the bit, and one step together."""
 
 import warnings
 
@@ -11,6 +6,8 @@ import gloo
 import pytest
 import torch
 import torch.distributed as dist
+from arrays import values
+from same_tensors import assert_equal
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -61,11 +58,10 @@ def _trains(rank):
                     # Which waits for the first forward.
                     parallel(torch.ones(32, 64, dtype=dtype))
                 for param, reference in zip(model.parameters(), first.parameters(), strict=True):
-                    for part, expected in zip(contents(param), contents(reference), strict=True):
-                        assert torch.equal(part, expected), (recipe, weights, way)
+                    assert_equal(contents(param), contents(reference), (recipe, weights, way))
                 optimizer = (bfp.AdamW if weights == "quantized" else torch.optim.AdamW)(model.parameters(), lr=1e-2)
                 for step in range(2):
-                    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(2 * step + rank)).to(dtype)
+                    x = values((32, 64), 2 * step + rank).to(dtype)
                     parallel(x).float().square().mean().backward()
                     optimizer.step()
                     optimizer.zero_grad()
@@ -167,11 +163,10 @@ def _alone_in_a_bucket(rank):
             finally:
                 distributed._sync_module_states = sync
             for param, reference in zip(model.parameters(), first.parameters(), strict=True):
-                for part, expected in zip(contents(param), contents(reference), strict=True):
-                    assert torch.equal(part, expected), (name, recipe)
+                assert_equal(contents(param), contents(reference), (name, recipe))
             optimizer = bfp.AdamW(model.parameters(), lr=1e-2)
             for step in range(2):
-                x = torch.randn(32, 64, generator=torch.Generator().manual_seed(2 * step + rank))
+                x = values((32, 64), 2 * step + rank)
                 parallel(x if name == "norms in float32" else x.bfloat16()).float().square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -200,7 +195,7 @@ def test_ranks_with_other_formats_are_told():
 
 
 def _older_ways_to_shard(rank):
-    x = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(0))
+    x = values((2, 32, 64), 0)
 
     def trained(model, optimizer, parts):
         for _ in range(3):

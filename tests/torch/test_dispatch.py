@@ -267,7 +267,8 @@ def test_layers_that_do_not_fit_are_refused():
     threaded.run(2, of_another_recipe)
 
 
-def test_a_gradient_on_its_way_through_other_operations_arrives_as_values():
+def assert_same_weight_gradient(loss_of):
+    """The gradient of the second weight, whether its product is combined as it is or times 1."""
     (tokens,) = routed(1)
     up, down = parameters("mxfp8")
     gradients = []
@@ -275,28 +276,24 @@ def test_a_gradient_on_its_way_through_other_operations_arrives_as_values():
         weight = down.detach().requires_grad_()
         received = bfp.dispatch(tokens[0], tokens[1], EXPERTS, recipe="mxfp8")
         h = received.multiply(received.tokens, up).chunk(2, 1)[0]
-        y = bfp.combine(through(received.multiply(h, weight)), received, tokens[2])
-        y.backward(tokens[3])
+        loss_of(through, received, received.multiply(h, weight), *tokens[2:]).backward()
         gradients.append(weight.grad)
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
+
+
+def test_a_gradient_on_its_way_through_other_operations_arrives_as_values():
+    assert_same_weight_gradient(lambda through, received, y, w, g: (bfp.combine(through(y), received, w) * g).sum())
 
 
 @pytest.mark.parametrize("others", [0, 1, 2])
 def test_a_product_that_others_read_too_gets_the_sum_of_their_gradients(others):
-    (tokens,) = routed(1)
-    up, down = parameters("mxfp8")
-    gradients = []
-    for through in (lambda y: y, lambda y: y * 1.0):
-        weight = down.detach().requires_grad_()
-        received = bfp.dispatch(tokens[0], tokens[1], EXPERTS, recipe="mxfp8")
-        h = received.multiply(received.tokens, up).chunk(2, 1)[0]
-        y = received.multiply(h, weight)
-        total = bfp.combine(through(y), received, tokens[2]).sum() + bfp.combine(through(y), received).square().sum()
+    def loss_of(through, received, y, weights, _):
+        total = bfp.combine(through(y), received, weights).sum() + bfp.combine(through(y), received).square().sum()
         for each in ("mean", "sum")[:others]:
             total = total + getattr(y.square(), each)() + bfp.combine(through(y), received).sum()
-        total.backward()
-        gradients.append(weight.grad)
-    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
+        return total
+
+    assert_same_weight_gradient(loss_of)
 
 
 # Dynamo looks at the gradients of what goes into the graphs between.

@@ -5,11 +5,12 @@ import io
 
 import pytest
 import torch
+from arrays import values
 from torch import nn
 
 import blockfp.torch as bfp
 
-X = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+X = values((8, 64), 0)
 
 # torch's, of its own pickles.
 pytestmark = pytest.mark.filterwarnings(

@@ -1,5 +1,6 @@
 """FSDP2 gathers codes and scales: what every rank multiplies by is the quantization of the whole weight, bit for bit."""
 
+import gloo
 import pytest
 import threaded
 import torch
@@ -7,25 +8,17 @@ from arrays import tensors_of
 from blockfp.torch_backend.quantized_tensor.sharding import local_of, region_of
 from blockfp.torch_backend.weights.requantize import requantize_
 from held_formats import FORMATS, OTHER_CHOICES
+from same_tensors import assert_equal
 from sharded import GEOMETRIES
-from small_model import (
-    Side,
-    assert_gathered,
-    device_mesh,
-    inputs_for,
-    quantized,
-    shapes_for,
-    shard,
-    train,
-    update,
-    weights_for,
-)
+from small_model import Side, assert_gathered, device_mesh, inputs_for, quantized, shapes_for, shard, train, update, weights_for
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 import blockfp.torch as bfp
+from blockfp.formats import Format
 
 MESHES = {"fsdp4": (4,), "hsdp2x2": (2, 2), "hsdp2x1": (2, 1)}
 FAMILIES = ("fp8_e4m3", "fp8_e4m3_128x128", "mxfp8_e4m3", "mxfp6_e3m2_32x32", "nvfp4_16x16")
@@ -94,8 +87,7 @@ def experts(rank, format, weight, expected):
     fully_shard(module, mesh=device_mesh((4,)))
     for step in range(2):
         module()
-        for got, want in zip(tensors_of(module.seen), tensors_of(expected), strict=True):
-            assert torch.equal(got, want)
+        assert_equal(module.seen, expected)
         module.reshard()
         if step == 0:
             new = weight * 3 + 1
@@ -117,8 +109,7 @@ def mixed_precision(rank, format, weight, expected):
     model(inputs_for(rank, 64)).backward()
     layer = model.layers[0]
     assert layer.seen_as[2] is torch.bfloat16
-    for got, want in zip(layer.seen, tensors_of(expected), strict=True):
-        assert torch.equal(got, want)
+    assert_equal(layer.seen, tensors_of(expected))
     assert layer.weight.dtype is torch.float32
     assert layer.weight.grad.dtype is torch.float32
     return layer.weight.grad.full_tensor()
@@ -232,8 +223,7 @@ def two_dimensional(rank, format, whole, expected, axis):
         got = local_of(module.weight)
         first, columns = got.origin
         want = expected.narrow(0, first, got.shape[0]).narrow(1, columns, got.shape[1])
-        for a, b in zip(tensors_of(got), tensors_of(want), strict=True):
-            assert torch.equal(a, b)
+        assert_equal(got, want)
         module.reshard()
     return tuple(map(str, module.weight.placements))
 
@@ -321,5 +311,51 @@ def replicated(rank, expected):
 def test_replicated_weights_are_quantized_by_each_rank():
     want = bfp.quantize(weights_for([(50, 64)], 1)[0], "nvfp4_16x16")
     for got in threaded.run(4, replicated, bfp.quantize(weights_for([(50, 64)])[0], "nvfp4_16x16")):
-        for a, b in zip(tensors_of(got), tensors_of(want), strict=True):
-            assert torch.equal(a, b)
+        assert_equal(got, want)
+
+
+def check(rank, mesh, reshard):
+    for name in FAMILIES:
+        shapes = shapes_for(Format.parse(name), mesh[-1])
+        train(rank, mesh, reshard, shapes, *(quantized(weights_for(shapes, step), name) for step in (0, 3)))
+
+
+def two_ranks(rank):
+    check(rank, (2,), True)
+    check(rank, (2,), False)
+    check(rank, (2, 1), True)
+    data_parallel(rank)
+
+
+def data_parallel(rank):
+    """DistributedDataParallel averages the gradients of quantized weights."""
+    weights = quantized(weights_for([(50, 64), (33, 40)]), "mxfp8_e4m3_32x32")
+    whole = [Side([q.clone() for q in weights]) for _ in range(2)]
+    for other, model in enumerate(whole):
+        model(inputs_for(other, 64)).backward()
+    model = DistributedDataParallel(Side(weights))
+    model(inputs_for(rank, 64)).backward()
+    for got, first, second in zip(model.parameters(), *(one.parameters() for one in whole), strict=True):
+        torch.testing.assert_close(got.grad, (first.grad + second.grad) / 2)
+
+
+def four_ranks(rank):
+    check(rank, (4,), True)
+    check(rank, (2, 2), False)
+    weight = weights_for([(50, 64)], 1)[0]
+    model = Side(quantized([weights_for([(50, 64)])[0]], "nvfp4_16x16"))
+    fully_shard(model, mesh=device_mesh((2, 2)))
+    param = model.layers[0].weight
+    bfp.load_high_precision_(param, weight)
+    whole, region = bfp.quantize(weight, "nvfp4_16x16"), region_of(param)
+    assert local_of(param).tensor_scale == whole.tensor_scale
+    assert (local_of(param).codes == whole.codes[region.slices[0]]).all()
+    model = Side(quantized([weights_for([(50, 64)])[0]], "mxfp8_e4m3"))
+    fully_shard(model, mesh=device_mesh((4,)), reshard_after_forward=2)
+    with pytest.raises(ValueError, match="reshard_after_forward=2"):
+        model(inputs_for(rank, 64))
+
+
+@pytest.mark.parametrize(("ranks", "function"), [(2, "two_ranks"), (4, "four_ranks")])
+def test_real_processes(ranks, function):
+    gloo.run(ranks, __file__, function)

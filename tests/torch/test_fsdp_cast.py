@@ -1,14 +1,13 @@
 """Weights in high precision that FSDP2 gathers quantized: the same bits as the whole weight quantized, every optimizer step."""
 
 import copy
-import io
 
 import pytest
 import threaded
 import torch
-from arrays import tensors_of
+from arrays import tensors_of, through_a_file
 from blockfp.torch_backend.quantized_tensor.sharding import local_of, region_of
-from blockfp.torch_backend.weights.cast_weight import CastWeight
+from same_tensors import assert_equal
 from sharded import GEOMETRIES
 from small_model import Side, device_mesh, inputs_for, shapes_for, shard, weights_for
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -27,7 +26,7 @@ def whole_of(param):
 
 
 def train(rank, shape, reshard, format, shapes):
-    model = Side([CastWeight.from_values(weight, format) for weight in weights_for(shapes)])
+    model = Side([bfp.CastWeight.from_values(weight, format) for weight in weights_for(shapes)])
     shard(model, device_mesh(shape), reshard_after_forward=reshard)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     x = inputs_for(rank, max(columns for _, columns in shapes))
@@ -37,8 +36,7 @@ def train(rank, shape, reshard, format, shapes):
         model(x).backward()
         for layer in model.layers:
             assert layer.seen_as == (layer.expected.format, tuple(layer.expected.shape), torch.float32, (0, 0))
-            for got, want in zip(layer.seen, tensors_of(layer.expected), strict=True):
-                assert torch.equal(got, want)
+            assert_equal(layer.seen, tensors_of(layer.expected))
         for layer in model.layers:
             assert layer.weight.grad is not None
         optimizer.step()
@@ -61,7 +59,7 @@ def test_with_replicas(name, shape):
 
 def from_meta(rank, format, weight, offload):
     with torch.device("meta"):
-        model = Side([CastWeight.from_values(torch.empty(50, 64), format)])
+        model = Side([bfp.CastWeight.from_values(torch.empty(50, 64), format)])
     options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shard(model, device_mesh((4,)), mp_policy=policy, **options)
@@ -71,8 +69,7 @@ def from_meta(rank, format, weight, offload):
         local_of(param).copy_(weight[region_of(param).slices])
     model(inputs_for(rank, 64)).backward()
     assert model.layers[0].seen_as[2] is torch.bfloat16
-    for got, want in zip(model.layers[0].seen, tensors_of(bfp.quantize(weight, format)), strict=True):
-        assert torch.equal(got, want)
+    assert_equal(model.layers[0].seen, tensors_of(bfp.quantize(weight, format)))
     assert param.grad.dtype is torch.float32
 
 
@@ -84,7 +81,7 @@ def test_from_the_meta_device(name, offload):
 
 def shards_by_hand(rank):
     mesh = device_mesh((4,))
-    local = CastWeight.from_values(torch.ones(8, 64), "fp8_e4m3")
+    local = bfp.CastWeight.from_values(torch.ones(8, 64), "fp8_e4m3")
     assert DTensor.from_local(local, mesh, [Shard(0)], run_check=False).shape == (32, 64)
     local.fsdp_pre_all_gather(mesh)
 
@@ -97,29 +94,30 @@ def test_a_shard_that_fully_shard_did_not_make():
 
 def test_alone_it_is_its_values():
     values = weights_for([(50, 64)])[0]
-    weight = torch.nn.Parameter(CastWeight.from_values(values, "mxfp8_e4m3_32x32"))
-    assert isinstance(weight, CastWeight)
+    weight = torch.nn.Parameter(bfp.CastWeight.from_values(values, "mxfp8_e4m3_32x32"))
+    assert isinstance(weight, bfp.CastWeight)
     assert torch.equal(weight @ weight.mT, values @ values.mT)
     with pytest.raises(
         NotImplementedError, match=r"(?s)would multiply it in high precision: call the layer itself.*weight\.values"
     ):
         weight @ values.mT
     assert type(weight.detach() * 2) is torch.Tensor
-    for got, want in zip(tensors_of(weight.quantized()), tensors_of(bfp.quantize(values, "mxfp8_e4m3_32x32")), strict=True):
-        assert torch.equal(got, want)
+    assert_equal(weight.quantized(), bfp.quantize(values, "mxfp8_e4m3_32x32"))
     (weight * 3).sum().backward()
     assert torch.equal(weight.grad, torch.full((50, 64), 3.0))
     with torch.no_grad():
         weight.add_(1)
         # FSDP2 and autocast do without casts of it; modules don't, and keep what these give.
-        assert type(weight.bfloat16()) is CastWeight
+        assert type(weight.bfloat16()) is bfp.CastWeight
         assert type(weight.int()) is type(torch.empty_like(weight, dtype=torch.bfloat16)) is torch.Tensor
-    file = io.BytesIO()
-    torch.save(weight, file)
-    file.seek(0)
-    for other in (copy.deepcopy(weight), weight.clone(), weight.to("cpu", copy=True), torch.load(file, weights_only=True)):
-        assert isinstance(other, CastWeight)
+    for other in (
+        copy.deepcopy(weight),
+        weight.clone(),
+        weight.to("cpu", copy=True),
+        through_a_file(weight, weights_only=True),
+    ):
+        assert isinstance(other, bfp.CastWeight)
         assert torch.equal(other.values, weight.values)
         assert other.values.data_ptr() != weight.values.data_ptr()
     with pytest.raises(TypeError, match="float64"):
-        CastWeight.from_values(values.double(), "fp8_e4m3")
+        bfp.CastWeight.from_values(values.double(), "fp8_e4m3")

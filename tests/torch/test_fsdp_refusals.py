@@ -6,7 +6,6 @@ import pytest
 import threaded
 import torch
 from blockfp.torch_backend.quantized_tensor.sharding import local_of
-from blockfp.torch_backend.weights.loading import load_high_precision_
 from blockfp.torch_backend.weights.requantize import requantize_
 from small_model import Side, inputs_for, quantized, weights_for
 from torch import nn
@@ -72,23 +71,23 @@ def otherwise_placed(rank, mesh):
 def gathered(rank, mesh):
     model = model_on(mesh)
     model.unshard()
-    load_high_precision_(model.layers[0].weight, WEIGHT)
+    bfp.load_high_precision_(model.layers[0].weight, WEIGHT)
 
 
 def load_integers(rank, mesh):
-    load_high_precision_(model_on(mesh).layers[0].weight, torch.zeros(50, 64, dtype=torch.int32))
+    bfp.load_high_precision_(model_on(mesh).layers[0].weight, torch.zeros(50, 64, dtype=torch.int32))
 
 
 def load_a_shard(rank, mesh):
     param = model_on(mesh).layers[0].weight
-    load_high_precision_(param, torch.zeros(local_of(param).shape))
+    bfp.load_high_precision_(param, torch.zeros(local_of(param).shape))
 
 
 def load_on_meta(rank, mesh):
     with torch.device("meta"):
         model = Side(quantized([torch.empty(50, 64)], "fp8_e4m3"))
     fully_shard(model, mesh=mesh)
-    load_high_precision_(model.layers[0].weight, WEIGHT)
+    bfp.load_high_precision_(model.layers[0].weight, WEIGHT)
 
 
 def shards_by_hand(rank, mesh):

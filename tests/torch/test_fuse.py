@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from arrays import values
 from blockfp.torch_backend.modules.gated_mlp import FusedMLP
 from blockfp.torch_backend.modules.shared_inputs import SharesInput
 from counted_casts import casts_of
@@ -15,7 +16,7 @@ import blockfp.torch as bfp
 
 
 def x_of(seed=0):
-    return torch.randn(16, 32, generator=torch.Generator().manual_seed(seed))
+    return values((16, 32), seed)
 
 
 class Base(nn.Module):

@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch._dynamo.testing
+from arrays import values
 from blockfp.torch_backend.linear import linear as linear_module
 from blockfp.torch_backend.linear.linear import call_of
 from blockfp.torch_backend.linear.parallel_layer import ParallelLayer
+from same_tensors import assert_equal
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -39,11 +41,6 @@ def results(layer, counts=COUNTS, run=None):
     gradient = torch.randn(y.shape, generator=generator).to(y.dtype)
     grads = torch.autograd.grad(y, (x, layer.weight, layer.bias), gradient)
     return [y.detach(), *grads, *[buffer.clone() for buffer in layer.buffers()]]
-
-
-def assert_equal(found, wanted):
-    for one, other in zip(found, wanted, strict=True):
-        assert torch.equal(one, other)
 
 
 def call_of_parallel(*args):
@@ -111,7 +108,7 @@ def test_compiled_code_refuses_another_format():
 
 def test_gradients_of_gradients(monkeypatch):
     def second(layer):
-        x = torch.randn(sum(COUNTS), 64, generator=torch.Generator().manual_seed(5)).bfloat16().requires_grad_()
+        x = values((sum(COUNTS), 64), 5).bfloat16().requires_grad_()
         first = torch.autograd.grad(layer(x, COUNTS).square().sum(), (x, layer.weight), create_graph=True)
         return torch.autograd.grad(sum(one.float().square().sum() for one in first), (x, layer.weight))
 

@@ -1,4 +1,4 @@
-"""Layers under FSDP2: gradients and updates of the unsharded model, compiled layers, keys of each rank, meta devices, DDP."""
+"""Layers under FSDP2: forwards, gradients and updates of the unsharded model, compiled layers, keys, meta devices, DDP."""
 
 import copy
 
@@ -9,13 +9,16 @@ import torch
 import torch._dynamo.testing
 from blockfp.torch_backend.modules import stateful_layer
 from blockfp.torch_backend.quantized_tensor.sharding import local_of, region_of
+from same_tensors import assert_equal
+from small_model import device_mesh, inputs_for
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import blockfp.torch as bfp
 from blockfp import recipes
-from blockfp.recipes import Cast
+from blockfp.recipes import RECIPES, Cast, parse
 
 NAMES = tuple(recipes.RECIPES)
 
@@ -69,15 +72,20 @@ def test_gradients_are_those_of_the_unsharded_model(name, weights, monkeypatch):
                 torch.testing.assert_close(got, want / 4, rtol=1e-5, atol=1e-6)
 
 
-def trained(rank, name, shape):
-    """Three steps with AdamW; the shard's codes, and where they lie."""
-    model = shard(model_of(name), mesh_of(shape))
+def stepped(model):
+    """A model after three steps with AdamW."""
     optimizer = bfp.AdamW(model.parameters(), lr=1e-2)
     for step in range(3):
         model(inputs(0, step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         bfp.update_scales(model)
+    return model
+
+
+def trained(rank, name, shape):
+    """Three steps with AdamW; the shard's codes, and where they lie."""
+    model = stepped(shard(model_of(name), mesh_of(shape)))
     return [
         (local_of(p).codes.clone(), region_of(p).slices) for p in (layer.weight for layer in model if hasattr(layer, "weight"))
     ]
@@ -86,13 +94,7 @@ def trained(rank, name, shape):
 @pytest.mark.parametrize("name", ["fp8_delayed", "fp8_block", "mxfp8"])
 def test_training_is_that_of_the_unsharded_model(name):
     """All ranks see the same batch: gradients differ by the rounding of their mean alone, which is exact for four."""
-    model = model_of(name)
-    optimizer = bfp.AdamW(model.parameters(), lr=1e-2)
-    for step in range(3):
-        model(inputs(0, step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        bfp.update_scales(model)
+    model = stepped(model_of(name))
     whole = [layer.weight.codes for layer in model if hasattr(layer, "weight")]
     for shards in threaded.run(4, trained, name, (4,)):
         for (codes, slices), want in zip(shards, whole, strict=True):
@@ -208,10 +210,7 @@ def test_gradient_accumulation_and_clipping():
 
 
 def compiled(rank):
-    """`layer.compile(fullgraph=True)`, then `fully_shard(layer)`: one graph a layer, the bits of eager code.
-
-    With delayed scaling another one follows once there are scales.
-    """
+    """Compiles, then shards: one graph a layer with eager bits, and a second one once delayed scaling has scales."""
     for name, steps, graphs in (("fp8_delayed", 10, 2), ("nvfp4", 2, 1)):
         torch._dynamo.reset()
         eager = model_of(name)
@@ -234,8 +233,7 @@ def compiled(rank):
                 optimizer.step()
                 optimizer.zero_grad()
                 bfp.update_scales(model)
-            for a, b in zip(*outputs, strict=True):
-                assert torch.equal(a, b)
+            assert_equal(*outputs)
         assert [counter.frame_count for counter in counters] == [graphs, graphs]
 
 
@@ -255,8 +253,7 @@ def block(rank):
             y.sum().backward()
             outputs.append([y, *(p.grad.to_local().clone() for p in model.parameters()), *(b.clone() for b in model.buffers())])
             bfp.update_scales(model)
-        for a, b in zip(*outputs, strict=True):
-            assert torch.equal(a, b)
+        assert_equal(*outputs)
     assert counter.frame_count == 2
 
 
@@ -295,3 +292,51 @@ def test_gradients_have_the_nominal_dtype_and_nothing_is_lost(name):
         for a, b in zip(params, narrow_params, strict=True):
             assert torch.equal(a.codes, b.codes)
             assert torch.equal(a.scales, b.scales)
+
+
+def build(recipe, weights):
+    return nn.Sequential(
+        bfp.Linear(72, 50, recipe=recipe, weights=weights), nn.GELU(), bfp.Linear(50, 37, recipe=recipe, weights=weights)
+    )
+
+
+def step(model, rank):
+    out = model(inputs_for(rank, 72, rows=40).view(4, 10, 72))
+    out.square().mean().backward()
+    return out.detach()
+
+
+def sharded(rank, recipe, weights, values, expected):
+    with torch.device("meta"):
+        model = build(recipe, weights)
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=device_mesh((4,)))
+    fully_shard(model, mesh=device_mesh((4,)))
+    model.to_empty(device="cpu")
+    for layer in (model[0], model[2]):
+        layer.reset_parameters()
+    options = StateDictOptions(full_state_dict=True, strict=False)
+    set_model_state_dict(model, dict(values), options=options)
+    assert torch.equal(step(model, rank), expected[rank])
+    for layer in (model[0], model[2]):
+        assert type(local_of(layer.weight)) is not torch.Tensor
+    return [param.grad.full_tensor() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("weights", ["quantized", "high_precision"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_as_without_sharding(recipe, weights):
+    generator = torch.Generator().manual_seed(1)
+    values = {name: torch.randn(p.shape, generator=generator) / 4 for name, p in build(recipe, weights).named_parameters()}
+    expected, total = [], None
+    for rank in range(4):
+        whole = build(recipe, weights)
+        whole.load_state_dict(values, strict=False)
+        expected.append(step(whole, rank))
+        gradients = [param.grad / 4 for param in whole.parameters()]
+        total = gradients if total is None else [a + b for a, b in zip(total, gradients, strict=True)]
+    ranks = threaded.run(4, sharded, recipe, weights, values, expected)
+    if not parse(recipe).gradient.stochastic:
+        # Others round gradients stochastically, each data-parallel rank with bits of its own.
+        for got, want in zip(ranks[0], total, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * want.abs().max().item())

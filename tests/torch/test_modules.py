@@ -10,6 +10,7 @@ import torch._dynamo.testing
 import torch.nn.functional as F
 from arrays import values, with_scales
 from linear_reference import assert_close, expected
+from same_tensors import assert_equal
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -40,11 +41,6 @@ def step(layer, seed, call=None, shape=(2, 12, 64)):
     gradients = torch.autograd.grad(y, (x, *layer.parameters()), values(y.shape, seed + 100))
     bfp.update_scales(layer)
     return [y, *gradients, *(buffer.clone() for buffer in layer.buffers())]
-
-
-def assert_equal(ours, theirs):
-    for a, b in zip(ours, theirs, strict=True):
-        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize(
@@ -246,8 +242,7 @@ def test_state_dicts(name):
     plain = nn.Linear(64, 32)
     other.load_state_dict(plain.state_dict(), strict=False)
     q = bfp.quantize(plain.weight.detach(), other.recipe.weight.format)
-    assert torch.equal(other.weight.codes, q.codes)
-    assert torch.equal(other.weight.scales, q.scales)
+    assert_equal(other.weight, q)
 
 
 def test_weights_in_high_precision_are_quantized_at_use():

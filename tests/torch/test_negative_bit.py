@@ -1,7 +1,4 @@
-"""Tensors whose memory holds the negated values, as torch's negative bit says: all that reads memory takes their values.
-
-`z.conj().imag` is such a tensor, with strides; `torch._neg_view` makes one that lies as others do.
-"""
+"""Tensors with torch's negative bit (`z.conj().imag`, `torch._neg_view`): all that reads memory takes their values."""
 
 import functools
 
@@ -12,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from arrays import values
+from same_tensors import assert_equal
 from torch import nn
 
 import blockfp
@@ -210,15 +208,13 @@ WAYS = (
 @NAMES
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_values_are_taken_not_memory(way, name, negated):
-    for found, wanted in zip(way(name, negated), way(name, plain), strict=True):
-        assert torch.equal(found, wanted)
+    assert_equal(way(name, negated), way(name, plain))
 
 
 @BITS
 @pytest.mark.parametrize("way", [convert, adamws_gradient], ids=lambda way: way.__name__)
 def test_weights_in_high_precision(way, negated):
-    for found, wanted in zip(way("mxfp8", negated, "high_precision"), way("mxfp8", plain, "high_precision"), strict=True):
-        assert torch.equal(found, wanted)
+    assert_equal(way("mxfp8", negated, "high_precision"), way("mxfp8", plain, "high_precision"))
 
 
 @BITS
@@ -242,8 +238,7 @@ def test_no_cuda_kernel_is_given_such_memory(way, name, negated, monkeypatch):
         found = way(name, negated)
         assert given
         assert not any(given)
-        for one, wanted in zip(found, way(name, plain), strict=True):
-            assert torch.equal(one, wanted)
+        assert_equal(found, way(name, plain))
 
 
 @BITS

@@ -1,10 +1,13 @@
-"""Layers that `parallelize` cuts, alone and under FSDP2 and HSDP: the same bits, in every operand, as in one process."""
+"""Layers that `parallelize` cuts, of every format, compiled, under FSDP2 and HSDP: the same bits as in one process."""
 
 import copy
+from collections import Counter
 
 import pytest
 import threaded
 import torch
+from arrays import values
+from functorch.compile import make_boxed_func
 from parallel_operands import (
     ALL,
     SHAPES,
@@ -20,8 +23,15 @@ from parallel_operands import (
     shard,
     tensors,
 )
+from sharded import ALIKE, GEOMETRIES
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounter
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.distributed.device_mesh import init_device_mesh
 
 import blockfp.torch as bfp
+from blockfp import recipes
+from blockfp.recipes import Cast
 
 BY_STYLE = pytest.mark.parametrize(("style", "sequence"), STYLES, ids=STYLE_NAMES)
 
@@ -36,7 +46,7 @@ def seen(monkeypatch):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("name", ["fp8_delayed", "nvfp4", *SQUARE])
 def test_recipes_under_fsdp2(name, shape, style, sequence, seen):
-    """Runs recipes that say more than formats; formats alone are in test_parallel_formats.py."""
+    """Runs recipes that say more than formats; formats alone follow below."""
     check_layer(linear(shape, ALL[name]), "fsdp x tp", style, sequence, shape, seen)
 
 
@@ -96,7 +106,7 @@ def composed(rank, layer, sequence, mesh_kind="fsdp x tp"):
 
 
 def inputs(batch):
-    return torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(batch))
+    return values((2, 64, 64), batch)
 
 
 def near(a, b, tolerance):
@@ -122,3 +132,81 @@ def test_a_transformer_layer(options, sequence):
         for i, (name, gradient) in enumerate(gradients.items()):
             # FSDP's is the mean over the batches.
             assert near(gradient, (grads[0][i] + grads[1][i]) / 2, 1e-2), name
+
+
+@pytest.mark.parametrize("tokens", [128, 100], ids=["as codes", "as values"])
+@pytest.mark.filterwarnings("ignore:all-gather of the")
+def test_the_input_is_gathered_again_in_the_backward(tokens):
+    """A compiler that gathered it in the forward would keep the gathered one, of all tokens, on every rank."""
+    gathers = []
+
+    def count(graph, inputs):
+        names = Counter(str(node.target) for node in graph.graph.nodes)
+        gathers.append(names["_c10d_functional.all_gather_into_tensor_coalesced.default"])
+        return make_boxed_func(graph.forward)
+
+    def run(rank):
+        layer = bfp.Linear(64, 64, recipe="mxfp8")
+        bfp.parallelize(layer, init_device_mesh("cpu", (1,)), "column", sequence_parallel=True)
+        # As inductor divides a graph into forward and backward.
+        backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+        layer.compile(fullgraph=True, backend=backend)
+        layer(torch.randn(2, tokens, 64)).sum().backward()
+
+    threaded.run(1, run)
+    assert gathers == [1, 1]
+
+
+def test_a_grouped_layer_with_a_bias():
+    def run(rank):
+        layer = bfp.parallelize(bfp.GroupedLinear(2, 32, 32, recipe="mxfp8"), init_device_mesh("cpu", (1,)), "row")
+        compiled = torch.compile(layer, fullgraph=True, backend="eager")
+        x = torch.randn(5, 32)
+        assert torch.equal(compiled(x, [2, 3]), layer(x, [2, 3]))
+
+    threaded.run(1, run)
+
+
+@pytest.mark.parametrize("style", ["column", "row"])
+def test_one_graph_for_all_lengths_where_all_ranks_have_all_tokens(style):
+    def run(rank):
+        layer = bfp.parallelize(bfp.Linear(32, 32, recipe="nvfp4"), init_device_mesh("cpu", (1,)), style)
+        backend = CompileCounter()
+        layer.compile(fullgraph=True, backend=backend, dynamic=True)
+        for tokens in (16, 17, 64):
+            layer(torch.randn(2, tokens, 32, requires_grad=True)).sum().backward()
+        assert backend.frame_count == 1
+
+    threaded.run(1, run)
+
+
+# Kind of mesh, sequence parallelism. All formats run where weights are gathered, too: aligned in one style, and unaligned in
+# the other, with those that lie alike taking turns. The other kinds are part of that, or have a mean of gradients more, and
+# nothing of it goes by what a format rounds to.
+MESHES = {"tp": ("tp", False), "tp+sp": ("tp", True), "fsdp x tp": ("fsdp x tp", True), "hsdp x tp": ("hsdp x tp", True)}
+
+
+def formats_on(kind, aligned, style):
+    """Of formats that lie alike, every other one where weights are gathered, and one elsewhere; all where there are no two."""
+    if kind != "fsdp x tp":
+        return GEOMETRIES
+    turn = aligned + (style == "row")
+    return [f for alike in ALIKE for i, f in enumerate(alike) if len(alike) == 1 or (i + turn) % 2 == 0]
+
+
+def shape_of(format, aligned):
+    """Tokens, in, out, no two alike: parts are whole blocks of the format, or end inside one."""
+    unit = 2 * max((1, 128) if format.per_row else format.block or (16, 16))
+    return (unit, 2 * unit, 3 * unit) if aligned else (40, 56, 88)
+
+
+@pytest.mark.filterwarnings("ignore:all-gather of the")
+@pytest.mark.parametrize("style", ["column", "row"])
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize(("kind", "sequence"), MESHES.values(), ids=MESHES)
+def test_every_format(kind, sequence, aligned, style, monkeypatch):
+    seen = record_products(monkeypatch)
+    for format in formats_on(kind, aligned, style):
+        cast, shape = Cast(format), shape_of(format, aligned)
+        recipe = recipes.mxfp8().replace(name=format.name, input=cast, weight=cast, gradient=cast)
+        check_layer(linear(shape, recipe), kind, style, sequence, shape, seen)

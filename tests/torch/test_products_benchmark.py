@@ -1,12 +1,16 @@
-"""benchmarks/products.py without the contender that this machine can't have."""
+"""benchmarks/products.py and benchmarks/weight_sync_gpu.py, with small operands on this CPU."""
 
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from arrays import values
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import argparse
+
+import gloo
 import products as benchmark
 
 import blockfp.torch as bfp
@@ -21,7 +25,7 @@ def _asked_anew():
 
 @pytest.fixture
 def operands():
-    x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
+    x = values((128, 128), 0)
     return bfp.quantize(x, benchmark.ROWS), bfp.quantize(x, benchmark.SQUARES), torch.empty(128, 128)
 
 
@@ -49,3 +53,26 @@ def test_deep_gemm_gets_codes_and_scales(operands, tmp_path, monkeypatch, capsys
         assert torch.equal(given[1], q.scales)
     assert out is operands[2]
     assert capsys.readouterr().out == ""
+
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def _rows(rank):
+    sys.path.append(str(BENCHMARKS))
+    # What `gloo` calls this file; the benchmarks have one of that name.
+    sys.modules.pop("ranks", None)
+    import weight_sync_gpu
+
+    for recipe, layout in (("fp8_block", "fine-grained-fp8"), ("nvfp4", "modelopt")):
+        options = argparse.Namespace(recipe=recipe, layout=layout, layers=2, width=160, bucket_mib=1, repeats=1)
+        for contender in ("codes", "codes, sums", "requantized"):
+            row = weight_sync_gpu.measure(contender, options, torch.device("cpu"))
+            assert row["contender"] == contender
+            assert row.get("differing", 0) == 0
+            assert ("differing" in row) is (contender != "requantized")
+            assert row["sent_MB"] > 0
+
+
+def test_every_contender_runs():
+    gloo.run(2, __file__, "_rows")

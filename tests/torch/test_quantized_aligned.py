@@ -6,6 +6,7 @@ import pytest
 import torch
 from blockfp.torch_backend.custom_ops import cuda, cuda_groups, cuda_layouts, cuda_reader, gated_kernels
 from blockfp.torch_backend.custom_ops.activations import ROWS, activate
+from same_tensors import assert_equal
 
 from blockfp.definition import alignment, groups, numerics
 from blockfp.formats import FORMATS, Format
@@ -99,18 +100,12 @@ def wanted_parts(x, format, row, column, shifts):
     return parts
 
 
-def assert_same(found, wanted):
-    assert len(found) == len(wanted)
-    for one, other in zip(found, wanted, strict=True):
-        assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp6_e2m3_floor", "mxfp4_e2m1"])
 @pytest.mark.parametrize(("row", "column", "shifts"), WANTED)
 def test_one_call_makes_all_directions(library, name, row, column, shifts):
     format, x = Format.parse(name), torch.randn(40, 200).bfloat16()
     run = cuda_reader.reader(x, OperandCast(format if row else None, format if column else None, aligned=shifts))
-    assert_same(run(x, None, None, None), wanted_parts(x, format, row, column, shifts))
+    assert_equal(run(x, None, None, None), wanted_parts(x, format, row, column, shifts))
     assert library.calls == ["matrix"]
 
 
@@ -121,7 +116,7 @@ def test_of_an_activation(library, row, column, shifts, alone):
     up, formats = None if alone else up, [format if wanted else None for wanted in (row, column)]
     run = gated_kernels.plan_of(gate, up, "silu", "apart", OperandCast(*formats, aligned=shifts))
     made = activate(gate, up, "silu")
-    assert_same(run((gate, up), None, None), wanted_parts(made, format, row, column, shifts))
+    assert_equal(run((gate, up), None, None), wanted_parts(made, format, row, column, shifts))
     assert library.calls == ["activation"]
 
 
@@ -130,7 +125,7 @@ def test_of_groups(library, row, column, shifts):
     format, x = Format.parse("mxfp8_e4m3"), torch.randn(256, 40).bfloat16()
     assert groups.columns_for(256, 1) == 256
     found = cuda_groups.quantize_groups(x, None, 1, *(format if wanted else None for wanted in (row, column)), aligned=shifts)
-    assert_same([*(found.row or []), *(found.column or [])], wanted_parts(x, format, row, column, shifts))
+    assert_equal([*(found.row or []), *(found.column or [])], wanted_parts(x, format, row, column, shifts))
     assert library.calls == ["groups"]
 
 
@@ -138,5 +133,5 @@ def test_columns_alone_beside_stored_rows_take_a_pass_of_their_own(library):
     """No product asks for them; the plan gives them."""
     format, x = Format.parse("mxfp8_e4m3"), torch.randn(32, 64)
     run = cuda_reader.reader(x, OperandCast(format, format, aligned=(False, True)))
-    assert_same(run(x, None, None, None), wanted_parts(x, format, True, True, (False, True)))
+    assert_equal(run(x, None, None, None), wanted_parts(x, format, True, True, (False, True)))
     assert library.calls == ["quantize", "align"]

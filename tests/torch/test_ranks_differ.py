@@ -13,7 +13,6 @@ import pytest
 import threaded
 import torch
 import torch.distributed as dist
-from blockfp.torch_backend.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from blockfp.torch_backend.optimizer import clipping
 from blockfp.torch_backend.quantized_tensor import agreement
 from blockfp.torch_backend.quantized_tensor.sharding import local_of
@@ -47,7 +46,7 @@ def side(format, shapes=((50, 64),)):
 def saves(rank):
     run, elsewhere = Path(os.environ["RUN"]) / "run", Path(os.environ["RUN"]) / "elsewhere"
     model, other = model_of(FORMAT, SHAPES), model_of("mxfp8_e5m2_32x32", SHAPES)
-    save_checkpoint(run, model, step=1)
+    bfp.save_checkpoint(run, model, step=1)
     mine = rank == 1
     for arguments, match in (
         ({"folder": elsewhere if mine else run}, r"the checkpoint is \S*/run/step-00000002 on rank 0 and \S*/elsewhere/step-"),
@@ -62,7 +61,7 @@ def saves(rank):
         ),
     ):
         given = {"folder": run, "model": model, "step": 2, "keep": 1} | arguments
-        raised(lambda given=given: save_checkpoint(**given), ValueError, match)
+        raised(lambda given=given: bfp.save_checkpoint(**given), ValueError, match)
         assert [path.name for path in run.iterdir()] == ["step-00000001"]
     # What is saved once, though each rank has its own.
     for one, other, match in (
@@ -73,7 +72,7 @@ def saves(rank):
         (torch.zeros(3), 0, r"torch\.float32 of shape \(3,\) .* and 0 on rank 1"),
     ):
         own = {"own": other if mine else one, "alike": torch.full((2,), torch.nan)}
-        raised(lambda own=own: save_checkpoint(run, model, step=2, extra=own), ValueError, match)
+        raised(lambda own=own: bfp.save_checkpoint(run, model, step=2, extra=own), ValueError, match)
     for settings, match in (
         ({"lr": 0.2}, r"optimizer\.param_groups\[0\]\['lr'\] is 0\.1 on rank 0 and 0\.2 on rank 1"),
         ({"lr": torch.tensor(0.25)}, r"\['lr'\] is 0\.1 on rank 0 and 0\.25 on rank 1"),
@@ -82,16 +81,16 @@ def saves(rank):
         ({"master": None}, r"\['master'\] is 'float32' on rank 0 and None on rank 1"),
     ):
         optimizer = bfp.AdamW(model.parameters(), **({"lr": 0.1} | (settings if mine else {})))
-        raised(lambda optimizer=optimizer: save_checkpoint(run, model, optimizer, step=2), ValueError, match)
-        raised(lambda optimizer=optimizer: load_checkpoint(run, model, optimizer), ValueError, match)
+        raised(lambda optimizer=optimizer: bfp.save_checkpoint(run, model, optimizer, step=2), ValueError, match)
+        raised(lambda optimizer=optimizer: bfp.load_checkpoint(run, model, optimizer), ValueError, match)
     weights = bfp.Linear(32, 32, recipe="mxfp8", weights="high_precision" if mine else "quantized")
     match = r"weight is mxfp8_e4m3_32x32 of .* on rank 0 and in high precision, cast to mxfp8_e4m3_32x32, of"
-    raised(lambda: save_checkpoint(run, weights, step=2), ValueError, match)
+    raised(lambda: bfp.save_checkpoint(run, weights, step=2), ValueError, match)
     match = "the function that was called is save_checkpoint on rank 0 and load_checkpoint on rank 1"
-    raised(lambda: load_checkpoint(run, model) if mine else save_checkpoint(run, model, step=2), ValueError, match)
+    raised(lambda: bfp.load_checkpoint(run, model) if mine else bfp.save_checkpoint(run, model, step=2), ValueError, match)
     # Each rank's own has a name of its own.
-    save_checkpoint(run, model, step=2, extra={f"cursor.{rank}": rank, "alike": float("nan")})
-    loaded = load_checkpoint(run, model).extra
+    bfp.save_checkpoint(run, model, step=2, extra={f"cursor.{rank}": rank, "alike": float("nan")})
+    loaded = bfp.load_checkpoint(run, model).extra
     assert (loaded["cursor.0"], loaded["cursor.1"]) == (0, 1)
     dist.barrier()
     if rank == 0:
@@ -99,10 +98,12 @@ def saves(rank):
     dist.barrier()
     # What only one of them raises.
     extra = {"cursor": {}} if mine else {}
-    raised(lambda: save_checkpoint(run, model, step=2, extra=extra), TypeError, r"extra\['cursor'\] must be a tensor")
+    raised(lambda: bfp.save_checkpoint(run, model, step=2, extra=extra), TypeError, r"extra\['cursor'\] must be a tensor")
     optimizer = bfp.AdamW((model_of(FORMAT, SHAPES) if mine else model).parameters(), lr=0.1)
     raised(
-        lambda: save_checkpoint(run, model, optimizer, step=2), ValueError, r"optimizer's parameter 0, .* none of the model's"
+        lambda: bfp.save_checkpoint(run, model, optimizer, step=2),
+        ValueError,
+        r"optimizer's parameter 0, .* none of the model's",
     )
     assert [path.name for path in run.iterdir()] == ["step-00000001"]
     assert not elsewhere.exists()
@@ -120,15 +121,15 @@ def own_disks(rank, run, elsewhere, model):
     with mock.patch.object(publishing, "Draft", draft):
         for wait in (True, False):
             raised(
-                lambda wait=wait: save_checkpoint(run, sharded, step=2, keep=1, wait=wait).wait(),
+                lambda wait=wait: bfp.save_checkpoint(run, sharded, step=2, keep=1, wait=wait).wait(),
                 OSError,
                 r"step-00000002 was not saved: .*__1_0\.distcp: No such file.* a file system that all of them see",
             )
             dist.barrier()
             assert [path.name for path in run.iterdir()] == ["step-00000001"]
             assert not list(elsewhere.iterdir())
-    assert load_checkpoint(run, model).step == 1
-    assert save_checkpoint(run, model, step=2, keep=1).wait().name == "step-00000002"
+    assert bfp.load_checkpoint(run, model).step == 1
+    assert bfp.save_checkpoint(run, model, step=2, keep=1).wait().name == "step-00000002"
 
 
 def loads(rank):
@@ -136,7 +137,7 @@ def loads(rank):
     model, other = model_of(FORMAT, SHAPES), model_of("mxfp8_e5m2_32x32", SHAPES)
     optimizer = bfp.AdamW(model.parameters(), lr=0.1)
     for step in (1, 2):
-        save_checkpoint(run, model, optimizer, step=step)
+        bfp.save_checkpoint(run, model, optimizer, step=step)
     mine = rank == 1
     for arguments, match in (
         ({"folder": run / "step-00000002" if mine else run}, r"the run's folder is \S*/run on rank 0 and \S*/step-00000002"),
@@ -146,12 +147,12 @@ def loads(rank):
         ({"model": other if mine else model}, r"0\.weight is mxfp8_e4m3_32x32 of shape .* and mxfp8_e5m2_32x32 of"),
     ):
         given = {"folder": run, "model": model} | arguments
-        raised(lambda given=given: load_checkpoint(**given), ValueError, match)
+        raised(lambda given=given: bfp.load_checkpoint(**given), ValueError, match)
     # Found out by one rank alone, whose optimizer has other groups.
     first, *rest = model.parameters()
     optimizer = bfp.AdamW([{"params": [first]}, {"params": rest}] if mine else model.parameters(), lr=0.1)
-    raised(lambda: load_checkpoint(run, model, optimizer), BadCheckpoint, "has the optimizer's parameters in other groups")
-    assert load_checkpoint(run, model).step == 2
+    raised(lambda: bfp.load_checkpoint(run, model, optimizer), BadCheckpoint, "has the optimizer's parameters in other groups")
+    assert bfp.load_checkpoint(run, model).step == 2
 
 
 @pytest.mark.parametrize("function", ["saves", "loads"])
@@ -348,7 +349,7 @@ def a_protected_surplus(rank):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             with mock.patch.object(publishing, "_delete", mock.Mock(side_effect=OSError(39, "Directory not empty"))):
-                save_checkpoint(run, model, step=step, keep=1)
+                bfp.save_checkpoint(run, model, step=step, keep=1)
         there = [str(one.message) for one in said if "can't be removed" in str(one.message)]
         if rank == 0 and step > 1:
             assert any(f"step-0000000{step - 1} is surplus and can't be removed: [Errno 39]" in text for text in there), there

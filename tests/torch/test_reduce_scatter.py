@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import threaded
 import torch
-from reduced_gradients import Terms, assert_same, expected, gradients_of, reduced, sharded, two_steps
+from reduced_gradients import Terms, assert_same_gradients, expected, gradients_of, reduced, sharded, two_steps
 from small_model import device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -31,13 +31,13 @@ def test_gradients_are_those_of_simulate(format, ranks):
     for step in range(2):
         want = expected(ranks, format, key, reduction=step, step=step)
         for result in results:
-            assert_same(result[step], want)
+            assert_same_gradients(result[step], want)
 
 
 def test_one_rank_sends_and_rounds_nothing():
     (result,) = threaded.run(1, two_steps, (1,), "mxfp8_e5m2", 0)
     for step in range(2):
-        assert_same(result[step], gradients_of(0, step))
+        assert_same_gradients(result[step], gradients_of(0, step))
 
 
 def test_hybrid_sharding():
@@ -54,7 +54,7 @@ def test_hybrid_sharding():
             ]
             total[name] = torch.from_numpy(sum(map(np.concatenate, each)) * np.float32(0.5))
         for result in results:
-            assert_same(result[step], total)
+            assert_same_gradients(result[step], total)
 
 
 def accumulated(rank):
@@ -71,7 +71,7 @@ def test_accumulated_gradients_are_rounded_once():
         steps = [gradients_of(rank, step) for step in range(3)]
         terms.append({name: steps[0][name] + steps[1][name] + steps[2][name] for name in steps[0]})
     for got, reductions in threaded.run(2, accumulated):
-        assert_same(got, expected(2, "mxfp8_e5m2", 3, terms=terms))
+        assert_same_gradients(got, expected(2, "mxfp8_e5m2", 3, terms=terms))
         assert reductions == [1] * 7
 
 
@@ -87,7 +87,7 @@ def test_mixed_precision(reduce_dtype):
     want = expected(2, "mxfp8_e5m2", 1, dtype=torch.bfloat16)
     want = {name: value.to(reduce_dtype).float() for name, value in want.items()}
     for got in threaded.run(2, mixed, reduce_dtype):
-        assert_same(got, want)
+        assert_same_gradients(got, want)
 
 
 def half(rank):
@@ -101,7 +101,7 @@ def test_half_precision_is_divided_before_and_after_as_fsdp_does():
     terms = [{name: value / 2 for name, value in term.items()} for term in terms]
     want = expected(2, "mxfp8_e4m3", None, factor=1, terms=terms)
     for got in threaded.run(2, half):
-        assert_same(got, {name: value.half() for name, value in want.items()})
+        assert_same_gradients(got, {name: value.half() for name, value in want.items()})
 
 
 def some(rank):
@@ -117,8 +117,8 @@ def some(rank):
 def test_parameters_without_a_gradient_have_no_place_in_the_buffer():
     first, second = expected(2, "mxfp8_e5m2", 4), expected(2, "mxfp8_e5m2", 4, reduction=1)
     for (one, other), reductions in threaded.run(2, some):
-        assert_same(one, {name: first[name] for name in ("odd", "bias")})
-        assert_same(other, {name: (second if name in ("odd", "bias") else first)[name] for name in first})
+        assert_same_gradients(one, {name: first[name] for name in ("odd", "bias")})
+        assert_same_gradients(other, {name: (second if name in ("odd", "bias") else first)[name] for name in first})
         assert reductions == [1, 1, 2, 2, 1, 1, 1]
 
 
@@ -132,7 +132,7 @@ def divided(rank):
 
 def test_another_divisor():
     for got in threaded.run(2, divided):
-        assert_same(got, expected(2, "mxfp8_e5m2", 2, factor=3))
+        assert_same_gradients(got, expected(2, "mxfp8_e5m2", 2, factor=3))
 
 
 def often(rank):
@@ -152,7 +152,7 @@ def test_each_reduction_has_random_bits_of_its_own():
     (made, _) = threaded.run(2, often)
     assert len({got.numpy().tobytes() for got in made}) == len(made)
     for step in (0, 63, 64, 66):
-        assert_same({"few": made[step]}, expected(2, "mxfp8_e5m2", 1, reduction=step, terms=terms))
+        assert_same_gradients({"few": made[step]}, expected(2, "mxfp8_e5m2", 1, reduction=step, terms=terms))
 
 
 def infinite(rank):

@@ -7,8 +7,9 @@ import pytest
 import threaded
 import torch
 import torch.distributed as dist
+from arrays import values
 from blockfp.torch_backend.quantized_tensor.sharding import local_of
-from reduced_gradients import SHAPES, Model, Terms, assert_same, expected, gradients_of, reduced, sharded, two_steps
+from reduced_gradients import SHAPES, Model, Terms, assert_same_gradients, expected, gradients_of, reduced, sharded, two_steps
 from small_model import device_mesh
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -36,8 +37,8 @@ def resumed(rank, stop):
 
 def test_a_run_goes_on_with_its_random_bits():
     whole, stopped = threaded.run(2, resumed, None)[0], threaded.run(2, resumed, 2)[0]
-    assert_same(stopped, whole)
-    assert_same(whole, expected(2, "mxfp8_e5m2", 6, reduction=2, step=2))
+    assert_same_gradients(stopped, whole)
+    assert_same_gradients(whole, expected(2, "mxfp8_e5m2", 6, reduction=2, step=2))
 
 
 def offloaded(rank):
@@ -48,7 +49,7 @@ def offloaded(rank):
 
 def test_offloaded_parameters():
     for got in threaded.run(2, offloaded):
-        assert_same(got, expected(2, "mxfp8_e5m2", 2))
+        assert_same_gradients(got, expected(2, "mxfp8_e5m2", 2))
 
 
 def one_backward(rank):
@@ -117,7 +118,7 @@ def tensor_parallel(rank):
         if quantized:
             quantize_reduce_scatter(model, "mxfp8_e4m3")
         model.zero_grad()
-        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(rank // 2))
+        x = values((16, 64), rank // 2)
         model(x).square().mean().backward()
         plain[i] = [local_of(p.grad).clone() for p in model.parameters()]
     return plain
@@ -155,7 +156,7 @@ def losses(rank, format, recipe, key=0):
     optimizer = bfp.AdamW(model.parameters(), lr=5e-3)
     found = []
     for step in range(40):
-        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(2 * step + rank))
+        x = values((64, 32), 2 * step + rank)
         loss = (model(x) - teacher(x).detach()).square().mean()
         loss.backward()
         optimizer.step()
@@ -181,13 +182,13 @@ def test_the_definition_gives_the_same_bits():
     with switch.definition_only():
         results = threaded.run(2, two_steps, (2,), "mxfp8_e5m2", 5)
     for step in range(2):
-        assert_same(results[0][step], expected(2, "mxfp8_e5m2", 5, reduction=step, step=step))
+        assert_same_gradients(results[0][step], expected(2, "mxfp8_e5m2", 5, reduction=step, step=step))
 
 
 def over_gloo(rank):
     made = two_steps(rank, (2,), "fp8_e5m2_1x128", 8)
     for step in range(2):
-        assert_same(made[step], expected(2, "fp8_e5m2_1x128", 8, reduction=step, step=step))
+        assert_same_gradients(made[step], expected(2, "fp8_e5m2_1x128", 8, reduction=step, step=step))
 
 
 def test_over_real_gloo():
@@ -217,4 +218,4 @@ def test_models_from_the_meta_device(shape):
         terms = [gradients_of(rank) for rank in range(2)]
         want = {name: (value + terms[1][name]) / 2 for name, value in terms[0].items()}
     for got in threaded.run(2, from_meta, shape):
-        assert_same(got, want)
+        assert_same_gradients(got, want)

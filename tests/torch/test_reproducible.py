@@ -8,6 +8,7 @@ import reproducible_runs as runs
 import threaded
 import torch
 import torch.nn.functional as F
+from arrays import values
 from blockfp.torch_backend.quantized_tensor.sharding import mesh_of
 from reproducible_runs import RECIPES, differences, on
 from torch import nn
@@ -86,9 +87,6 @@ def test_processes_over_gloo():
     gloo.run(2, __file__, "on_processes")
 
 
-# ---- gradients
-
-
 class Product(nn.Module):
     def __init__(self):
         super().__init__()
@@ -99,7 +97,7 @@ class Product(nn.Module):
         return (self.weight @ x).sum()
 
 
-ROWS = torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
+ROWS = values((8, 2), 0)
 
 
 def test_gradients_are_the_mean_in_the_order_of_the_tree():
@@ -141,7 +139,7 @@ def test_an_error_in_a_unit_leaves_gradients_and_keys():
 
 def test_units_round_with_keys_of_their_own():
     layer = bfp.Linear(64, 64, recipe="nvfp4", bias=False)
-    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+    x = values((16, 64), 1)
     seen = []
 
     def loss_of(unit):
@@ -161,7 +159,7 @@ def test_units_round_with_keys_of_their_own():
 def test_another_recipe_in_the_middle_of_a_run():
     """Layers get and lose random keys then, and the mode follows."""
     layer = bfp.Linear(64, 64, recipe="mxfp8", bias=False)
-    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+    x = values((16, 64), 1)
     seen = []
 
     def loss_of(unit):
@@ -179,9 +177,6 @@ def test_another_recipe_in_the_middle_of_a_run():
     bfp.set_recipe(layer, None, "fp8_delayed")
     with pytest.raises(ValueError, match="not reproducible on other meshes: the scales of fp8_delayed"):
         run.backward(loss_of)
-
-
-# ---- the norm
 
 
 def test_clipping_as_torch_does():
@@ -238,9 +233,6 @@ def test_a_norm_that_is_not_finite(value):
 
 def test_no_gradients():
     assert bfp.clip_grad_norm_([torch.zeros(3, requires_grad=True)], 1.0) == 0
-
-
-# ---- refusals
 
 
 def test_units_that_do_not_fit():

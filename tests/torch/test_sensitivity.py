@@ -7,6 +7,8 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from arrays import values
+from same_tensors import assert_equal
 from torch import nn
 
 import blockfp
@@ -42,7 +44,7 @@ def made(seed=0):
 
 
 def batches(count=2):
-    return [torch.randn(24, 64, generator=torch.Generator().manual_seed(i)) for i in range(count)]
+    return [values((24, 64), i) for i in range(count)]
 
 
 def paths(model):
@@ -102,20 +104,6 @@ def state_of(model):
     }
 
 
-def assert_same(one, two):
-    if isinstance(one, dict):
-        assert one.keys() == two.keys()
-        one, two = list(one.values()), list(two.values())
-    if isinstance(one, list):
-        assert len(one) == len(two)
-        for pair in zip(one, two, strict=True):
-            assert_same(*pair)
-    elif isinstance(one, torch.Tensor):
-        assert torch.equal(one, two)
-    else:
-        assert one == two
-
-
 @pytest.mark.parametrize("recipe", [None, "nvfp4", "fp8_delayed"])
 def test_the_model_is_left_as_it_was_and_results_repeat(recipe):
     model = made() if recipe is None else bfp.convert(made(), recipe)
@@ -124,7 +112,7 @@ def test_the_model_is_left_as_it_was_and_results_repeat(recipe):
     loss(model, batches()[0]).backward()
     before = state_of(model)
     table = bfp.sensitivity(model, batches(), ("nvfp4",), loss=loss)
-    assert_same(state_of(model), before)
+    assert_equal(state_of(model), before)
     torch.manual_seed(77)
     assert table == bfp.sensitivity(model, batches(), ("nvfp4",), loss=loss)
     torch.set_rng_state(before["random"][0])
@@ -138,7 +126,7 @@ def test_the_model_is_left_as_it_was_and_results_repeat(recipe):
 
     with pytest.raises(ZeroDivisionError):
         bfp.sensitivity(model, batches(), ("nvfp4",), loss=fails)
-    assert_same(state_of(model), before)
+    assert_equal(state_of(model), before)
 
 
 def test_a_converted_model_is_measured_as_the_one_that_it_was():

@@ -1,7 +1,4 @@
-"""Sequence parallelism of x [.., tokens, features]: y and all gradients of one process, for every leading shape and recipe.
-
-`test_jax_sequence` says the same of JAX. Ranks have their tokens of each sequence, evenly; of a DTensor unevenly too.
-"""
+"""Sequence parallelism of x [.., tokens, features]: y and all gradients of one process, for every leading shape and recipe."""
 
 import copy
 

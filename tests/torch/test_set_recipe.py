@@ -7,9 +7,10 @@ import gloo
 import pytest
 import threaded
 import torch
+import training
 from arrays import tensors_of
 from blockfp.torch_backend.linear import scale_watch
-from blockfp.torch_backend.weights.cast_weight import CastWeight
+from same_tensors import assert_equal
 from small_model import device_mesh
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -38,14 +39,7 @@ def data(step, rank=0):
 
 
 def train(model, optimizer, steps, rank=0):
-    losses = []
-    for step in steps:
-        loss = (model(data(step, rank)) - 1).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return training.train(optimizer, lambda step: (model(data(step, rank)) - 1).square().mean(), steps)
 
 
 def weights(model):
@@ -55,8 +49,7 @@ def weights(model):
 def assert_quantizes(q, master, format):
     expected = bfp.quantize(master, format)
     assert q.format is expected.format
-    for got, want in zip(tensors_of(q), tensors_of(expected), strict=True):
-        assert torch.equal(got, want)
+    assert_equal(q, expected)
 
 
 @pytest.mark.parametrize(("before", "after"), SWITCHES)
@@ -90,10 +83,8 @@ def test_the_run_goes_on_as_one_that_was_converted_so(before, after, tmp_path):
     bfp.load_checkpoint(tmp_path, other, other_optimizer)
     assert train(model, optimizer, range(3, 7)) == train(other, other_optimizer, range(3, 7))
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        for one, two in zip(*(tensors_of(w) if hasattr(w, "codes") else [w.detach()] for w in (p, q)), strict=True):
-            assert torch.equal(one, two)
-    for one, two in zip(model.buffers(), other.buffers(), strict=True):
-        assert torch.equal(one, two)
+        assert_equal(p, q)
+    assert_equal(model.buffers(), other.buffers())
 
 
 def test_before_the_first_step_originals_stay_the_masters():
@@ -187,7 +178,7 @@ def test_under_fsdp(before, after, mesh, weights_, tmp_path):
                 master = shown[numbers[id(layer.weight)]]["master"].full_tensor()
             else:
                 master = layer.weight.full_tensor()
-                master = master.values if isinstance(master, CastWeight) else master
+                master = master.values if isinstance(master, bfp.CastWeight) else master
             layer.unshard()
             assert_quantizes(layer.weight, master.detach(), format)
             layer.reshard()

@@ -35,9 +35,6 @@ def known(monkeypatch):
     monkeypatch.setitem(known_classes.KNOWN, __name__, (bfp.SharedInput("q", "k", "v"), mlp))
 
 
-# ---- a user's own module, between whose layers anything may stand
-
-
 class Reads(nn.Module):
     """What q and k give for one tensor, and what k gives for a copy of it; `between` is called after q, with the tensor."""
 
@@ -124,9 +121,6 @@ def _collectives(rank):
 
 def test_what_a_collective_writes_is_read():
     gloo.run(2, __file__, "_collectives")
-
-
-# ---- a library's module, and what users put into it
 
 
 class Attention(nn.Module):
@@ -278,9 +272,6 @@ def test_threads_know_nothing_of_each_other():
         thread.start()
         thread.join()
     assert torch.equal(found[0], attention.k(x.clone()))
-
-
-# ---- what is shared
 
 
 def kept_for(call):

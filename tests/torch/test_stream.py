@@ -10,15 +10,14 @@ import threaded
 import torch
 import torch.distributed as dist
 from blockfp.torch_backend.checkpoint.stream import _Digests
+from command import run
 from resumed import MESHES, model_of, shard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
-from typer.testing import CliRunner
 
 import blockfp.torch as bfp
-from blockfp import cli
 from blockfp.files.modelfile import open_model
 from blockfp.files.names import LAYER_BUFFERS
 
@@ -38,7 +37,7 @@ def converted(folder, model, layout):
     left_out = {name for names in LAYER_BUFFERS for name in names}
     state |= {name: x for name, x in model.named_buffers() if name.rpartition(".")[2] not in left_out}
     bfp.save(folder / "in.safetensors", state)
-    result = CliRunner().invoke(cli.app, ["convert", str(folder / "in.safetensors"), str(folder / "out"), "--layout", layout])
+    result = run("convert", folder / "in.safetensors", folder / "out", "--layout", layout)
     assert result.exit_code == 0, result.output
     assert " 0 requantized" in " ".join(result.output.split())
     tensors = open_model(folder / "out" / "model.safetensors").tensors

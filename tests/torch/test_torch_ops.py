@@ -1,14 +1,18 @@
-"""The custom ops: torch's own checks of them, gradients, compilation with quantized arguments, and what is refused."""
+"""The custom ops: torch's own checks, gradients, compilation, codes and scales as DTensors, and what is refused."""
 
+import functools
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+import threaded
 import torch
 from arrays import values
 from blockfp.torch_backend.custom_ops import cuda, cuda_reader, ops
 from held_formats import FORMATS
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import blockfp.torch as bfp
 from blockfp.definition import numerics
@@ -177,3 +181,73 @@ def test_the_cuda_kernels_take_tensors_of_one_gpu(monkeypatch):
 def test_the_face_does_not_import_jax():
     code = "import sys, blockfp.torch; sys.exit(any(m.split('.')[0] in ('jax', 'jaxlib', 'tvm_ffi') for m in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+SHAPE = (4, 64, 96)
+
+
+def dequantized(rank, name, placement):
+    mesh = init_device_mesh("cpu", (2,))
+    q = bfp.quantize(torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)), name)
+    # Where square blocks are cut, their scales are too.
+    parts = [distribute_tensor(part, mesh, [placement], src_data_rank=None) for part in (q.codes, q.scales)]
+    tensor_scale = None
+    if q.tensor_scale is not None:
+        tensor_scale = distribute_tensor(q.tensor_scale, mesh, [Replicate()], src_data_rank=None)
+    values = ops.dequantize(*parts, tensor_scale, name, torch.float32, SHAPE[-1], [0, 0])
+    assert torch.equal(values.full_tensor(), q.dequantize())
+    return values.placements[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "result"),
+    [
+        ("mxfp8_e4m3", Shard(1), Shard(1)),
+        ("nvfp4", Shard(1), Shard(1)),
+        ("nvfp4", Replicate(), Replicate()),
+        ("mxfp4_e2m1", Shard(0), Shard(0)),
+        ("mxfp8_e4m3_32x32", Shard(0), Shard(0)),
+        ("mxfp8_e4m3_32x32", Shard(1), Replicate()),
+    ],
+)
+def test_dequantize(name, placement, result):
+    assert threaded.run(2, dequantized, name, placement) == [result] * 2
+
+
+def refused(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.ones(64, 64)
+    x = distribute_tensor(whole, mesh, [Replicate()], src_data_rank=None)
+    weight = bfp.parallelize(bfp.Linear(64, 64, recipe="mxfp8"), mesh, "column").weight
+    for function, arguments, name in (
+        (bfp.quantize, (x, "mxfp8_e4m3"), "x"),
+        (bfp.fake_quantize, (x, "mxfp8_e4m3"), "x"),
+        (functools.partial(bfp.linear, recipe="mxfp8"), (x, whole), "x"),
+        (functools.partial(bfp.linear, recipe="mxfp8"), (whole, weight), "weight"),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name} is a DTensor, .*{name}\.to_local\(\)"):
+            function(*arguments)
+
+
+def test_functions_take_one_ranks_tensors():
+    threaded.run(2, refused)
+
+
+def values_of_a_weight(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    q = bfp.quantize(torch.randn(64, 96, generator=torch.Generator().manual_seed(0)), "mxfp8_e4m3_32x32")
+    model = torch.nn.Sequential(bfp.Linear(96, 64, bias=False, recipe="mxfp8"))
+    weight = bfp.parallelize(model[0], mesh, "column").weight
+    weight.detach().to_local().copy_(q[32 * rank : 32 * (rank + 1)])
+    for held in (weight, weight.detach()):
+        with pytest.raises(NotImplementedError, match=r"to_local\(\)\.dequantize\(\) .*high_precision_state_dict\(model\)"):
+            held.dequantize()
+        with pytest.raises(NotImplementedError, match=r"a DTensor: call it on its to_local\(\)"):
+            held + 1
+    assert torch.equal(weight.to_local().dequantize(), q.dequantize().chunk(2)[rank])
+    whole = bfp.high_precision_state_dict(model)["0.weight"]
+    assert torch.equal(whole, q.dequantize())
+
+
+def test_values_of_a_weight():
+    threaded.run(2, values_of_a_weight)

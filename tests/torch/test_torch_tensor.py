@@ -1,15 +1,14 @@
 """`QuantizedTensor` as a tensor: its parts, its op table, what it refuses, how it is copied and saved."""
 
 import copy
-import io
 
 import numpy as np
 import pytest
 import torch
-from arrays import values
+from arrays import through_a_file, values
 from blockfp.torch_backend.quantized_tensor.geometry import Base
-from blockfp.torch_backend.weights.cast_weight import CastWeight
 from held_formats import FORMATS
+from same_tensors import assert_equal
 
 import blockfp.torch as bfp
 from blockfp.definition import numerics
@@ -20,14 +19,6 @@ SQUARE = ("fp8_e4m3", "mxfp8_e4m3_32x32", "mxfp6_e2m3_32x32", "nvfp4_16x16", "fp
 
 def tensor(shape=(70, 96), dtype=torch.bfloat16, seed=0):
     return values(shape, seed, dtype)
-
-
-def assert_equal(a: bfp.QuantizedTensor, b: bfp.QuantizedTensor):
-    assert (a.shape, a.dtype, a.format) == (b.shape, b.dtype, b.format)
-    for name in ("codes", "scales"):
-        assert torch.equal(getattr(a, name), getattr(b, name))
-    assert (a.tensor_scale is None) == (b.tensor_scale is None)
-    assert a.tensor_scale is None or torch.equal(a.tensor_scale, b.tensor_scale)
 
 
 @BY_NAME
@@ -50,10 +41,7 @@ def test_copies_and_pickles(format):
         assert_equal(other, q)
         assert other.codes.data_ptr() != q.codes.data_ptr()
     assert q.detach().codes.data_ptr() == q.codes.data_ptr()
-    file = io.BytesIO()
-    torch.save({"weight": torch.nn.Parameter(q)}, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)["weight"]
+    loaded = through_a_file({"weight": torch.nn.Parameter(q)}, weights_only=True)["weight"]
     assert_equal(loaded, q)
     assert isinstance(loaded, torch.nn.Parameter)
 
@@ -140,10 +128,7 @@ def test_initial_values_follow_the_rows():
         assert other.initial.data_ptr() != x.data_ptr()
     assert q.mT.initial is None
     assert torch.empty_like(q).initial is None
-    file = io.BytesIO()
-    torch.save(q, file)
-    file.seek(0)
-    assert torch.load(file, weights_only=True).initial is None
+    assert through_a_file(q, weights_only=True).initial is None
     weight.detach().initial = None
     assert weight.initial is None
     for wrong in (x[0], x.int(), x.to("meta")):
@@ -165,10 +150,7 @@ def test_initial_values_follow_the_rows():
 def test_a_shard_remembers_its_place_in_copies_and_pickles(format):
     whole = bfp.quantize(tensor((150, 64)), format)
     part = whole.split(40)[1]
-    file = io.BytesIO()
-    torch.save(part, file)
-    file.seek(0)
-    for other in (part, part.clone(), copy.deepcopy(part), part.to("cpu", copy=True), torch.load(file, weights_only=True)):
+    for other in (part, part.clone(), copy.deepcopy(part), part.to("cpu", copy=True), through_a_file(part, weights_only=True)):
         assert_equal(other, part)
         assert other.origin == (40, 0)
         assert other.geometry.base == Base((150, 64), (0, 0))
@@ -269,7 +251,7 @@ def test_nothing_dequantizes_by_itself(operation, name):
 def test_inference_mode_changes_nothing():
     """Operations that are made of others come as they are there; and views of a tensor that is no inference tensor are none."""
     q = bfp.quantize(tensor((64, 96)), "mxfp8_e4m3_32x32")
-    shard, weight = q.split(32)[1], CastWeight.from_values(tensor(), "mxfp8_e4m3")
+    shard, weight = q.split(32)[1], bfp.CastWeight.from_values(tensor(), "mxfp8_e4m3")
     with torch.inference_mode():
         for got, expected in ((q.view_as(q), q), (q.chunk(2)[1], shard), (q.narrow(0, 32, 32), shard), (q.to("cpu"), q)):
             assert_equal(got, expected)

@@ -1,24 +1,27 @@
-"""What torch does to weights past the operations that they answer: memory is read, parts are written, writes are counted."""
+"""Torch's own operations on weights: memory is read, parts are written, writes are counted, averages are refused."""
+
+import copy
 
 import numpy as np
 import pytest
+import threaded
 import torch
 import torch.nn.functional as F
-from blockfp.torch_backend.weights.cast_weight import CastWeight
+from arrays import values
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import blockfp.torch as bfp
 
 BOTH = pytest.mark.parametrize("weights", ["quantized", "high_precision"])
-X = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+X = values((4, 32), 0)
 
 
 def weight(weights):
     return bfp.Linear(32, 32, recipe="mxfp8", weights=weights, bias=False).weight.detach()
-
-
-# ---- memory
 
 
 @BOTH
@@ -105,11 +108,8 @@ def test_results_go_into_weights():
     assert torch.equal(indices, x.sort().indices)
 
 
-# ---- parts
-
-
 def codes(shape, format, seed, scale=1.0):
-    return bfp.quantize(scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed)), format)
+    return bfp.quantize(scale * values(shape, seed), format)
 
 
 @pytest.mark.parametrize(
@@ -148,9 +148,6 @@ def test_a_part_of_a_weight_with_originals_is_not_written():
         layer.weight[1].copy_(bfp.quantize(torch.ones(64, 32), "mxfp8_e4m3_32x32"))
 
 
-# ---- writes that a backward has to know of
-
-
 def stepped(optimizer, **options):
     def write(model):
         params = list(model.parameters())
@@ -187,9 +184,6 @@ def test_a_backward_of_weights_that_were_written_since_raises(name, recipe, weig
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         before.backward()
     model(X.clone().requires_grad_()).sum().backward()
-
-
-# ---- inference mode, where operations come that are made of others
 
 
 @BOTH
@@ -240,9 +234,9 @@ def test_a_product_with_one_experts_weight_is_refused(product, mode):
 
 
 def test_parts_of_values_are_views():
-    w = CastWeight.from_values(torch.zeros(3, 4, 32), "mxfp8_e4m3")
+    w = bfp.CastWeight.from_values(torch.zeros(3, 4, 32), "mxfp8_e4m3")
     for i, one in enumerate(w.unbind()):
-        assert type(one) is CastWeight
+        assert type(one) is bfp.CastWeight
         one.fill_(i + 1)
     w[0][0].fill_(7)
     assert w.values[:, 1:].amin((1, 2)).tolist() == [1, 2, 3]
@@ -256,9 +250,6 @@ def test_transposes_in_inference_mode(name):
     with torch.inference_mode():
         for flipped in (q.t(), q.transpose(0, 1), q.permute(1, 0), q.mT, q.T):
             assert torch.equal(flipped.dequantize(), expected)
-
-
-# ---- fake tensors, by which the memory of a run is estimated
 
 
 @BOTH
@@ -287,3 +278,77 @@ def test_what_is_refused_is_said_in_150_characters_and_the_rest_in_notes(weights
     with pytest.raises(NotImplementedError, match=r"call the layer itself, or blockfp\.torch\.linear") as raised:
         F.linear(x, weight)
     assert any("lm_head" in note for note in raised.value.__notes__)
+
+
+def net(weights):
+    torch.manual_seed(0)
+    return bfp.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), "mxfp8", weights=weights)
+
+
+def _full_tensor(rank, model):
+    expected, model = model[0].weight.detach().dequantize(), fully_shard(copy.deepcopy(model))
+    with pytest.raises(NotImplementedError, match=r"all_gather.*high_precision_state_dict\(model\)"):
+        model[0].weight.full_tensor()
+    assert torch.equal(bfp.high_precision_state_dict(model)["0.weight"], expected)
+    assert torch.equal(model[0].weight.to_local().detach().dequantize(), expected.chunk(2)[rank])
+
+
+def test_full_tensor():
+    threaded.run(2, _full_tensor, net("quantized"))
+
+
+def test_averages():
+    x = values((32, 64), 0)
+    quantized, kept = net("quantized"), net("high_precision")
+    averages = [AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for model in (quantized, kept)]
+    averages[0].update_parameters(quantized)  # the first one copies
+    with pytest.raises(NotImplementedError, match=r"(?s)lerp.*AveragedModel.*weights=\"high_precision\""):
+        averages[0].update_parameters(quantized)
+    expected = [param.detach().clone() for param in kept.parameters()]
+    optimizer = torch.optim.SGD(kept.parameters(), lr=0.1)
+    averages[1].update_parameters(kept)
+    kept(x).square().mean().backward()
+    optimizer.step()
+    averages[1].update_parameters(kept)
+    for average, old, param in zip(averages[1].parameters(), expected, kept.parameters(), strict=True):
+        torch.testing.assert_close(_values(average), (_values(old) + _values(param)) / 2)
+    # The average is quantized when it is used, as the weights are.
+    assert not torch.equal(averages[1](x), copy.deepcopy(kept)(x))
+
+
+def in_place(mine, theirs):
+    for name, value in mine.items():
+        if value.is_floating_point():
+            value.mul_(0.5).add_(theirs[name], alpha=0.5)
+
+
+def copied(mine, theirs):
+    for name, value in mine.items():
+        value.copy_(0.5 * value + 0.5 * theirs[name])
+
+
+def soup(mine, theirs):
+    return {name: torch.stack([value.float(), theirs[name].float()]).mean(0) for name, value in mine.items()}
+
+
+def _state_dicts(rank, models, options):
+    models = [fully_shard(copy.deepcopy(model)) for model in models]
+    for average in (in_place, copied, soup):
+        both = [get_model_state_dict(model, options=StateDictOptions(**options)) for model in models]
+        if not all(both):
+            continue
+        with pytest.raises(NotImplementedError, match=r"averages of those are none of the weight\..*high_precision_state_dict"):
+            average(*both)
+    for model in models:
+        assert bfp.high_precision_state_dict(model)["0.weight"].shape == (64, 64)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"full_state_dict": True}, {"cpu_offload": True}, {"full_state_dict": True, "cpu_offload": True}], ids=str
+)
+def test_averages_of_sharded_state_dicts(options):
+    threaded.run(2, _state_dicts, [net("quantized"), net("quantized")], options)
+
+
+def _values(param):
+    return param.detach().values if hasattr(param, "cut") else param.detach()

@@ -7,6 +7,7 @@ import pytest
 import threaded
 import torch
 import torch.nn.functional as F
+from same_tensors import assert_equal
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -133,9 +134,6 @@ def test_torchs_own_parallel_styles_are_refused(weights):
     assert None not in errors
 
 
-# ---- counted
-
-
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_delayed", "fp8_block"])
 @BOTH
 def test_flops_are_torchs(recipe, weights):
@@ -156,9 +154,6 @@ def test_flops_of_groups():
     assert counter.get_total_flops() == 3 * 2 * 5 * 32 * 64
 
 
-# ---- drawn
-
-
 INITS = {
     "normal_": partial(nn.init.normal_, std=0.02),
     "uniform_": nn.init.uniform_,
@@ -167,11 +162,7 @@ INITS = {
     "zeros_": nn.init.zeros_,
     "constant_": partial(nn.init.constant_, val=0.3),
 }
-STEPS = {
-    "trunc_normal_": partial(nn.init.trunc_normal_, std=0.02),
-    "orthogonal_": nn.init.orthogonal_,
-    "eye_": nn.init.eye_,
-}
+STEPS = {"trunc_normal_": partial(nn.init.trunc_normal_, std=0.02), "orthogonal_": nn.init.orthogonal_, "eye_": nn.init.eye_}
 
 
 def drawn(function):
@@ -193,8 +184,7 @@ def test_init_is_the_function_then_quantized(name, recipe):
         nn.init.ones_(layer.weight)
         torch.manual_seed(7)
         assert call() is layer.weight
-        assert torch.equal(layer.weight.codes, q.codes)
-        assert torch.equal(layer.weight.scales, q.scales)
+        assert_equal(layer.weight, q)
         assert torch.equal(layer.weight.initial, drawn(function))
 
 
@@ -245,9 +235,6 @@ def test_shards_are_drawn_as_the_whole(recipe):
     results = threaded.run(2, drawn_shard, recipe)
     assert torch.equal(torch.cat([own for own, _, _ in results]), results[0][1])
     assert all("blockfp.torch.init_(parameter, function) with the parameter itself" in refused for _, _, refused in results)
-
-
-# ---- written and read
 
 
 def stepped(optimizer, layer, **options):

@@ -1,7 +1,7 @@
 """Preserves layers' random steps and amaxes while pipelines infer shapes.
 
 To learn the shapes that stages exchange, torch's schedules (2.13) run every stage once, forward and backward, on uninitialized
-memory. They restore torch's random states, but not layers' buffers. No public hook exists; `tests/torch/test_pipelines.py`
+memory. They restore torch's random states, but not layers' buffers. No public hook exists; `tests/torch/test_parallel_gloo.py`
 fails if torch changes the method.
 """
 

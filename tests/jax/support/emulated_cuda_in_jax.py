@@ -1,11 +1,4 @@
-"""JAX's CUDA path without a GPU: the library's functions are the definition's (emulated_kernels.py), called back by XLA.
-
-    with emulated_cuda_in_jax.launches():
-        bfp.linear(x, w, recipe="mxfp8")
-
-Outputs begin as something else than zeros: what no function writes shows. Of one device; programs that XLA splits take the
-definition on GPUs, too.
-"""
+"""JAX's CUDA path on one CPU device, by emulated_kernels.py and callbacks: `with emulated_cuda_in_jax.launches(): ..`."""
 
 import contextlib
 import inspect

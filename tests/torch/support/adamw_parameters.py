@@ -2,6 +2,7 @@
 
 import torch
 from arrays import tensors_of, values
+from same_tensors import assert_equal
 from torch import nn
 
 import blockfp.torch as bfp
@@ -17,8 +18,7 @@ def weight(shape, format, seed=0, dtype=torch.float32):
 def assert_quantizes(q, master):
     """q holds what the definition makes of the master."""
     expected = numerics.quantize(master, q.format, nominal=str(q.dtype).removeprefix("torch."))
-    for got, want in zip(tensors_of(q), (part for part in expected if part is not None), strict=True):
-        assert torch.equal(got, want)
+    assert_equal(tensors_of(q), (part for part in expected if part is not None))
 
 
 def mixed(seed=0):

@@ -1,5 +1,7 @@
 """Tensors to try things on; NumPy arrays as tensors and back, bit for bit."""
 
+import io
+
 import ml_dtypes
 import numpy as np
 import torch
@@ -25,9 +27,9 @@ def to_numpy(x):
     return x.numpy()
 
 
-def values(shape, seed=0, dtype=torch.float32, scale=1.0):
-    """Gaussian values, the same ones for a seed, rounded to the dtype."""
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+def values(shape, seed=0, dtype=torch.float32, scale=1.0, device="cpu"):
+    """Gaussian values, the same ones for a seed on any device, rounded to the dtype."""
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(device, dtype)
 
 
 def tensors_of(q):
@@ -41,3 +43,11 @@ def with_scales(model, scale=1.0):
     scales = [name for name in state if name.endswith(("input_scale", "gradient_scale"))]
     model.load_state_dict({name: torch.full_like(state[name], scale) for name in scales}, strict=False)
     return model
+
+
+def through_a_file(x, **options):
+    """What torch.load makes of what torch.save writes."""
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file, **options)

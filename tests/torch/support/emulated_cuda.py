@@ -1,10 +1,4 @@
-"""The CUDA path without a GPU: its kernels are the definition's, carried out as kernels/cuda/*exports.cu states them.
-
-    with emulated_cuda.launches():
-        layer(x)        # the host's code of the CUDA path: its plans, layouts and arguments, and the bits of a GPU
-
-What it can't show is what the kernels do. Products are summed in float64.
-"""
+"""The CUDA path with kernels that the definition carries out in float64: `with emulated_cuda.launches(): layer(x)`."""
 
 import sys
 from pathlib import Path

@@ -3,20 +3,12 @@
 import ml_dtypes
 import numpy as np
 import torch
-from blockfp.torch_backend.checkpoint.checkpoint import save_checkpoint
-from blockfp.torch_backend.optimizer.adamw import AdamW
 from resumed import model_of, shard, train
-from typer.testing import CliRunner
 
-from blockfp.cli import app
 from blockfp.files.modelfile import open_model
+from blockfp.torch import AdamW, save_checkpoint
 
 SHAPES = [(64, 128), (37, 128)]
-
-
-def run(*arguments):
-    """The `blockfp` command."""
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def save(rank, folder, format, mesh="strided", dtype=torch.float32):

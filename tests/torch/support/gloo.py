@@ -1,7 +1,4 @@
-"""Ranks as processes over real gloo, or NCCL, forked from one that has imported torch and has no threads.
-
-run(4, __file__, "function")    calls function(rank) of that file on four ranks
-"""
+"""Ranks as processes over gloo or NCCL, forked from one without threads: `run(4, __file__, "function")`."""
 
 import importlib.util
 import multiprocessing
@@ -22,15 +19,7 @@ _FORKS.set_forkserver_preload(["pytest", *_TORCH, "transformers.modeling_utils",
 
 
 def run(world, file, function, timeout=LIMIT, backend="gloo"):
-    """Calls `function(rank)` of a file on `world` ranks; with "nccl", each with the GPU of its number; with None, without a
-    process group.
-
-    Returns:
-        What they have printed, warnings included.
-
-    Raises:
-        AssertionError: a rank failed, or they are not done in time; the message has what all of them printed.
-    """
+    """Calls a file's `function(rank)` on processes (None: no group; nccl: a GPU each); returns what they print, or raises."""
     with tempfile.TemporaryDirectory() as folder:
         place = (dict(os.environ), os.getcwd(), folder)
         # What is imported beforehand may look at a GPU, which no fork can use then.

@@ -15,11 +15,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from blockfp.torch_backend.checkpoint.checkpoint import load_checkpoint, save_checkpoint
-from blockfp.torch_backend.optimizer.adamw import AdamW
 from resumed import assert_is_part_of, model_of, shard, train
 
 from blockfp.files import manifest
+from blockfp.torch import AdamW, load_checkpoint, save_checkpoint
 
 SHAPES = [(64, 128), (37, 40)]
 FORMAT = "nvfp4_16x16"
@@ -71,13 +70,7 @@ def stop_half_way(run, ranks):
 
 
 def killed(folder, kills, world, wait):
-    """Kills `world` ranks so many times, and loads what is there after each; `wait` is None for both ways of saving.
-
-    Every other time it kills them at a random moment, else in the middle of a checkpoint.
-
-    Yields:
-        The steps that are there, and the names of what was left behind.
-    """
+    """Kills `world` ranks, in turn at random and in a checkpoint; yields the steps left, loaded, and names of leftovers."""
     run = folder / f"run-{world}-{wait}"
     for kill in range(kills):
         begun, ready = os.pipe()

@@ -1,9 +1,10 @@
 """A linear layer's reference: products in float64 of the operands that the recipe names, each quantized on its own."""
 
+import contextlib
 from typing import NamedTuple
 
 import torch
-from blockfp.torch_backend.linear.linear import LinearState
+from arrays import values
 
 import blockfp.torch as bfp
 from blockfp import recipes
@@ -29,10 +30,11 @@ MIXED = {
 }
 
 
-def state_of(recipe):
+def state_of(recipe, device="cpu"):
     if recipe.delayed is None:
         return None
-    return LinearState(torch.zeros(4), SCALES["input_scale"].clone(), torch.zeros(4), SCALES["gradient_scale"].clone())
+    scales = (scale.to(device, copy=True) for scale in SCALES.values())
+    return bfp.LinearState(*(part for scale in scales for part in (torch.zeros(4, device=device), scale)))
 
 
 class Result(NamedTuple):
@@ -83,14 +85,32 @@ def expected(x, weight, gradient, recipe, *, key=None, input_scale=None, gradien
 
 
 def assert_close(actual, result, *, sums, bias=0.0):
-    """A product within `sums` of the magnitude of its terms, and half a unit of its own dtype's last place.
-
-    Args:
-        sums: 2^-20 for sums in fp32, 2^-12 for those of tensor cores that accumulate fast.
-    """
+    """Asserts a product within `sums` of its terms' magnitude (2^-20 in fp32, 2^-12 on fast tensor cores), and half a ulp."""
     unit = torch.finfo(actual.dtype).eps / 2
     value = result.value + bias
     bound = sums * result.magnitude + unit * value.abs() * 1.01 + torch.finfo(actual.dtype).tiny
     error = (actual.detach().double() - value).abs()
     assert actual.shape == value.shape
     assert bool((error <= bound).all()), f"{(error / bound).max():.3} times the bound"
+
+
+def hold_linear(recipe, sums, shape=(37, 24, 80), dtype=torch.float32, device="cpu", launches=contextlib.nullcontext):
+    """Holds a forward and backward with tokens, out, in against the operands' products, within `sums` (one, or one each)."""
+    recipe, (tokens, n, k) = recipes.parse(recipe), shape
+    made = (values((tokens, k), 0, dtype), values((n, k), 1, dtype, 0.1), values((tokens, n), 2, dtype))
+    x, weight, gradient = (each.to(device) for each in made)
+    state = state_of(recipe, device)
+    stored = weight if recipe.weight.format is None else bfp.quantize(weight, recipe.weight.format)
+    leaf, stored = x.clone().requires_grad_(), stored.requires_grad_()
+    with launches():
+        y = bfp.linear(leaf, stored, recipe=recipe, state=state, key=7)
+        y.backward(gradient)
+    scales = {} if state is None else {name: scale.to(device) for name, scale in SCALES.items()}
+    wanted = expected(x, weight, gradient, recipe, key=7, **scales)
+    bounds = sums if isinstance(sums, tuple) else (sums,) * 3
+    for actual, result, bound in zip((y, leaf.grad, stored.grad), wanted, bounds, strict=True):
+        assert actual.dtype == dtype
+        assert_close(actual, result, sums=bound)
+    if state is not None and tokens:
+        assert state.input_amax_history[0] == x.abs().max()
+        assert state.gradient_amax_history[0] == gradient.abs().max()

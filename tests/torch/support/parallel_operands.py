@@ -13,9 +13,8 @@ import torch
 from blockfp.torch_backend.custom_ops import linear_ops
 from blockfp.torch_backend.custom_ops.products import multiply, product_of
 from blockfp.torch_backend.linear import dense_layer, parallel_layer
-from blockfp.torch_backend.linear.linear import LinearState, apply
+from blockfp.torch_backend.linear.linear import apply
 from blockfp.torch_backend.modules.cutting import part_of
-from blockfp.torch_backend.quantized_tensor.tensor import QuantizedTensor
 from samples import sample
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -101,7 +100,7 @@ def tensors(shape, batch=0, dtype=torch.float32):
 def state_of(batch=0):
     """Of delayed scaling, and the key of stochastic rounding."""
     scale = torch.tensor(3.0)
-    return LinearState(torch.zeros(4), scale, torch.zeros(4), scale.clone(), torch.tensor(KEY), torch.tensor(7), batch)
+    return bfp.LinearState(torch.zeros(4), scale, torch.zeros(4), scale.clone(), torch.tensor(KEY), torch.tensor(7), batch)
 
 
 def trained(x, weight, bias, g, recipe, state, parallel=None, counts=None):
@@ -202,9 +201,9 @@ def assert_same_operand(got, whole, axis, rank):
 
 
 def as_quantized(parts, format, origin, columns):
-    if isinstance(parts[0], QuantizedTensor):
+    if isinstance(parts[0], bfp.QuantizedTensor):
         return parts[0]
-    return QuantizedTensor.from_parts(
+    return bfp.QuantizedTensor.from_parts(
         parts[0], parts[1], parts[2] if len(parts) > 2 else None, format=format, columns=columns, dtype=torch.float32,
         origin=tuple(origin),
     )  # fmt: skip
@@ -247,11 +246,7 @@ def assert_shared(got, its_products, results, products, style, sequence, rank):
 
 
 def check_layer(layer, kind, style, sequence, shape, seen):
-    """Cuts a layer over a kind of mesh, trains it for a step, and holds every rank against one process with its batch.
-
-    Returns:
-        What one process has for each batch, as `one_process`, and what `trained_layer` gives on each rank.
-    """
+    """Trains a cut layer for a step on a mesh against one process; returns `one_process` and each rank's `trained_layer`."""
     ranks = torch.Size(MESHES[kind]).numel()
     references = [one_process(shape, layer.linear_recipe, seen, batch) for batch in range(ranks // RANKS)]
     world = threaded.run(ranks, trained_layer, layer, kind, style, sequence, shape)

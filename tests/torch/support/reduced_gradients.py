@@ -78,7 +78,7 @@ def reduced(model):
     return {name.rpartition(".")[2]: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same(got, want):
+def assert_same_gradients(got, want):
     assert got.keys() == want.keys()
     for name, value in want.items():
         assert got[name].dtype == value.dtype

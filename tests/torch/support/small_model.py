@@ -108,15 +108,7 @@ def update(model, step, shapes):
 
 
 def train(rank, shape, reshard, shapes, first, last):
-    """One step, three updates, one step: the gradients of the first.
-
-    Args:
-        rank: of this data-parallel rank, whose batch is its own.
-        shape: of the mesh.
-        reshard: whether weights are freed between forward and backward.
-        shapes: of the weights.
-        first, last: the whole weights quantized, before and after the updates.
-    """
+    """One step, three updates, one step of a rank with its own batch; weights are `first`, then `last`: first gradients."""
     mesh = device_mesh(shape)
     model = Side([q.clone() for q in first])
     shard(model, mesh, reshard_after_forward=reshard)

@@ -1,7 +1,4 @@
-"""Ranks as threads of this process: torch's own threaded process group, private API and known only here.
-
-Real FSDP2, DTensors and functional collectives run in it, four ranks in hundredths of a second.
-"""
+"""Ranks as threads, by torch's private threaded process group; FSDP2, DTensors and functional collectives run in it."""
 
 import contextlib
 import os
@@ -40,11 +37,7 @@ class OneRankFailed(AssertionError):
 
 
 def run(world, function, *args, timeout=LIMIT):
-    """Returns the results of `function(rank, *args)` on `world` ranks, by rank.
-
-    Raises:
-        OneRankFailed: a rank raised, or they are not done after `timeout` seconds.
-    """
+    """Returns the results of `function(rank, *args)` by rank, or raises OneRankFailed, also after `timeout` seconds."""
     results, errors = _run(world, function, args, timeout, together=True)
     for rank, error in enumerate(errors):
         if error is not None and not isinstance(error, SystemExit):
