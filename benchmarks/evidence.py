@@ -294,7 +294,7 @@ def table_of_losses(results: dict) -> str:
     """
     found = by_recipe(results)
     rows = [
-        "| recipe | seeds | held-out loss | between seeds | above bf16 of the same seed | beside bf16 | tokens/s | MFU |",
+        "| recipe | seeds | held-out loss | std of seeds | minus bf16, same seed | verdict | tokens/s | MFU |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for recipe, runs in found.items():
@@ -326,7 +326,7 @@ def side(found: Interval | None, more: str, less: str) -> str:
 
 def table_of_pairs(results: dict) -> str:
     """Differences of two recipes that have several seeds in common."""
-    rows = ["| recipe | beside | difference of their losses | |", "|---|---|---|---|"]
+    rows = ["| recipe | minus | difference of losses | verdict |", "|---|---|---|---|"]
     found = by_recipe(results)
     for recipe, other in PAIRS:
         if len(differences(found.get(recipe, {}), found.get(other, {}))) > 1:
@@ -352,7 +352,7 @@ def table_of_order(results: dict) -> str:
     found, operands = by_recipe(results), results["operands"]
     noise = spread(found.get(BASELINE, {}))
     rows = [
-        "| published | held-out loss, same seeds | verdict by loss | SQNR, dB: the largest and the smallest change |",
+        "| published | held-out loss, same seeds | verdict by loss | SQNR, dB: largest and smallest change |",
         "|---|---|---|---|",
     ]
     for better, worse, words in PUBLISHED:
