@@ -92,7 +92,7 @@ def load(names: list[str] | None) -> list[Backend]:
             found.append(_own(name) if ":" in name else _known(name))
         except ImportError as error:
             if name in asked:
-                raise BadBackend(f"--backend {name}: not here: {error}") from error
+                raise BadBackend(f"--backend {name}: unavailable: {error}") from error
             continue
         except BadBackend:
             raise

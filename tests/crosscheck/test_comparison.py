@@ -27,7 +27,7 @@ def report(folder, arrays=ARRAYS, formats=FORMATS):
     np.savez(folder / "model.npz", **arrays)
     result = run("check", folder / "model.npz", *formats, "--report", folder / "report.json")
     assert result.exit_code == 2, result.output
-    assert "only one backend, nothing to compare it with" in " ".join(result.stdout.split())
+    assert "only one backend, nothing to compare" in " ".join(result.stdout.split())
     return folder / "report.json"
 
 
@@ -57,7 +57,7 @@ def test_equal_reports_of_two_places(path, tmp_path):
         "format      equal  tensors",
         "mxfp8_e4m3  yes          2",
         "nvfp4       yes          2",
-        "4 tensors in 2 formats, counted in each: all bits equal",
+        "4 tensors in 2 formats, counted per format: all bits equal",
     ]
 
 
@@ -202,7 +202,7 @@ def test_a_report_that_is_no_file(path, kind):
 def test_options_that_do_not_go_together(path):
     result = run("check", "model.npz", "--compare", path, path, "--per-tensor")
     assert result.exit_code == 2
-    assert "takes no FILE or --per-tensor" in result.stderr
+    assert "remove FILE and --per-tensor" in result.stderr
     result = run("check")
     assert result.exit_code == 2
     assert "name a .safetensors, .npy or .npz file, or two reports with --compare" in result.stderr
@@ -307,4 +307,4 @@ def test_what_is_no_backend(own, name, message):
 def test_a_module_that_is_not_there(own):
     result = run("check", "x.npy", "--backend", "no_such_module:Same")
     assert result.exit_code == 2
-    assert "--backend no_such_module:Same: not here: No module named 'no_such_module'" in " ".join(result.stderr.split())
+    assert "--backend no_such_module:Same: unavailable: No module named 'no_such_module'" in " ".join(result.stderr.split())

@@ -52,7 +52,7 @@ def test_several_files(tmp_path):
     for arguments in (pieces, ()):
         result = run("export", tmp_path / "run", several, *arguments)
         assert result.exit_code == 2
-        assert "s.safetensors.index.json: exists already; --force" in result.output.replace("\n", "")
+        assert "s.safetensors.index.json: already exists; --force" in result.output.replace("\n", "")
     assert run("export", tmp_path / "run", several, *pieces, "--force").exit_code == 0
     assert run("export", tmp_path / "run", one).exit_code == 0
     found = []
@@ -93,7 +93,7 @@ def test_high_precision_comes_from_the_masters(dtype, tmp_path):
     options = [] if dtype is None else ["--dtype", dtype]
     result = run("export", tmp_path / "run", tmp_path / "model.safetensors", "--to", "high-precision", *options)
     assert result.exit_code == 0, result.output
-    assert "values of codes" not in result.output
+    assert "dequantized from codes" not in result.output
     model, optimizer = unsharded("mxfp8_e4m3_32x32", torch.bfloat16)
     values = read(tmp_path / "model.safetensors")
     for i, layer in enumerate(model):
@@ -147,8 +147,8 @@ def test_names_that_are_those_of_others(tmp_path):
     path = tmp_path / "m.safetensors"
     result = run("export", tmp_path / "run", path, "--to", "high-precision", "--dtype", "float32")
     assert result.exit_code == 0, result.output
-    assert "values of codes" not in result.output
-    assert "left out, since only training needs it: 12 tensors (" in result.output
+    assert "dequantized from codes" not in result.output
+    assert "omitted, because only training needs it: 12 tensors (" in result.output
     values = read(path)
     for name, twin in (("proj.weight", "proj.weight"), ("inner.proj.weight",) * 2, ("tied.weight", "inner.proj.weight")):
         np.testing.assert_array_equal(values[name], optimizer.state[model.get_parameter(twin)]["master"].numpy())
@@ -250,7 +250,7 @@ def test_bad_use(tmp_path):
         ((tmp_path / "nowhere", out), "holds no checkpoint"),
         ((tmp_path / "run", out, "--step", "7"), "has no checkpoint of step 7: there are 2"),
         ((tmp_path / "run", out, "--to", "onnx"), "--to onnx: must be one of"),
-        ((tmp_path / "run", out, "--dtype", "float32"), "goes with --to high-precision"),
+        ((tmp_path / "run", out, "--dtype", "float32"), "needs --to high-precision"),
         ((tmp_path / "run", out, "--to", "high-precision", "--dtype", "int8"), "must be float32, float16 or bfloat16"),
         ((tmp_path / "run", tmp_path / "out.bin"), "must end in .safetensors"),
         ((tmp_path / "run", out, "--prefix", "module."), "no name begins with 'module.'"),
