@@ -190,9 +190,9 @@ def export_command(
     if not (model.path / manifest.MANIFEST).exists():
         say(f"{model.path} has no checksums: its files may have changed since they were saved", "yellow")
     if of_codes:
-        say(f"dequantized from codes, because the checkpoint has no fp32 weight:  {_some(of_codes, 'weights')}")
+        say(f"dequantized from codes, because the checkpoint has no fp32 weight: {_some(of_codes, 'weights')}")
     if model.left_out:
-        say(f"omitted, because only training needs it:  {_some(model.left_out, 'tensors')}")
+        say(f"omitted, because only training needs it: {_some(model.left_out, 'tensors')}")
     say(f"wrote {target}: {len(model.weights)} quantized weights and {len(model.others)} other tensors of {model.path.name}")
 
 

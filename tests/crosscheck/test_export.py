@@ -234,7 +234,7 @@ def test_without_masters_it_says_that_values_are_those_of_codes(tmp_path):
     assert run("export", tmp_path / "dcp", tmp_path / "model.safetensors").exit_code == 2
     result = run("export", tmp_path / "dcp", tmp_path / "m.safetensors", "--prefix", "", "--to", "high-precision")
     assert result.exit_code == 0, result.output
-    assert "since the checkpoint has no fp32 weight: 2 weights (0.weight, 1.weight)" in result.output
+    assert "because the checkpoint has no fp32 weight: 2 weights (0.weight, 1.weight)" in result.output
     values = read(tmp_path / "m.safetensors")
     np.testing.assert_array_equal(bits(values["0.weight"]), bits(model[0].weight.detach().dequantize().numpy()))
 
