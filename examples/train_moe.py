@@ -130,7 +130,7 @@ def build(recipe: str, first: dict[str, Tensor], device: torch.device) -> nn.Mod
 
 
 def losses_of(model: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (mean cross-entropy in nats per byte, load-balancing loss, rows by layer and expert); rows: [batch, context + 1]."""
+    """Returns (cross-entropy in nats per byte, load-balancing loss, rows by layer and expert); rows: [batch, context + 1]."""
     with torch.autocast(rows.device.type, torch.bfloat16):
         logits, balance, counts = model(rows[:, :-1])
     return F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten()), balance, counts
