@@ -203,7 +203,7 @@ CAST_FORMATS = ("mxfp8_e4m3", "mxfp8_e4m3_32x32", "fp8_e4m3", "fp8_e4m3_128x128"
 
 
 def jax_casts() -> dict[str, dict[str, float]]:
-    """Returns milliseconds of one quantize by format: an equal copy, the NumPy face, and jitted JAX by the kernels and by XLA."""
+    """Returns milliseconds of one quantize by format: an equal copy, the NumPy face, jitted JAX by the kernels and by XLA."""
     try:
         import jax
 

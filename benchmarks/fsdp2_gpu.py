@@ -242,17 +242,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("stack", "transformer"), default="stack")
     parser.add_argument("--contenders", default="bf16,torchao,torchao_fp8_gather,fp8_current,fp8_delayed,fp8_block,mxfp8")
-    parser.add_argument("--tokens", type=int, default=16384, help="of one GPU")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens per GPU")
+    parser.add_argument("--length", type=int, default=2048, help="tokens per sequence")
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=16384)
-    parser.add_argument("--layers", type=int, help="12 of the stack and 5 of the transformer, 1.6 and 1.0 billion parameters")
+    parser.add_argument(
+        "--layers", type=int, help="default: 12 for the stack and 5 for the transformer, 1.6 and 1.0 billion parameters"
+    )
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--mode", help="of torch.compile, such as reduce-overhead")
-    parser.add_argument("--profile", action="store_true", help="also say where a step's time goes, in the JSON file")
+    parser.add_argument("--mode", help="mode of torch.compile, such as reduce-overhead")
+    parser.add_argument("--profile", action="store_true", help="also write a profile of a step into the JSON file")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the JSON file")
     parser.add_argument(
-        "--few-tokens", action="store_true", help="the rows that the host decides; --model, --tokens, --mode don't count"
+        "--few-tokens", action="store_true", help="steps limited by the host; ignores --model, --tokens, --mode"
     )
     options = parser.parse_args()
     device = ranks.start()

@@ -98,7 +98,7 @@ def main() -> None:
     sizes = (("rows", 16384), ("columns", 4096), ("weights", 16), ("rounds", 5), ("calls", 20))
     for name, default in sizes:
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--formats", nargs="*", help="of the weights and the activations; all by default")
+    parser.add_argument("--formats", nargs="*", help="formats of the weights and the activations; default: all")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if jax.device_count() < 2:

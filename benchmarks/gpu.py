@@ -253,8 +253,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("benchmarks/results"), help="folder for the JSON file")
     parser.add_argument("--only", default="", help="only formats whose name contains this")
-    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of the shapes, largest first")
-    parser.add_argument("--quick", action="store_true", help="quantize alone")
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="number of shapes, largest first")
+    parser.add_argument("--quick", action="store_true", help="only quantize")
     arguments = parser.parse_args()
     print(cuda_library.status())
     rows: list = []

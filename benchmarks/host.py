@@ -275,7 +275,7 @@ def on(device: str) -> Iterator[None]:
 
 
 def least_seconds(found: list[Case], rounds: int, window: float = 2e-3) -> list[float]:
-    """Returns the minimum time of each call over windows in which they take turns: other work on the machine can only add time."""
+    """Returns the minimum time of each call over windows in turn: other work on the machine can only add time."""
     repeats = []
     for case in found:
         for _ in range(3):

@@ -96,7 +96,7 @@ def step_of(recipe: str | None, x: Tensor, gradient: Tensor) -> Callable[[], Non
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--recipes", nargs="*", default=["mxfp8", "fp8_block", "fp8_current"])
-    parser.add_argument("--tokens", type=int, default=8192, help="of each rank")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens per rank")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -180,7 +180,7 @@ def by_rows(groups: int, m: int, n: int, k: int, formats: tuple[str, str], tiles
 
 
 def along_k(groups: int, rows: int, n: int, k: int, formats: tuple[str, str], tiles: bool) -> dict[str, int | str]:
-    """Returns gradients of the weights [n, k] of each group. Codes are quantized in place: only the groups' starts matter here."""
+    """Times weight gradients [n, k] of each group. Codes are quantized as laid out, since only group starts matter here."""
     ends, padded = split(groups, rows), columns_for(rows, groups)
     g, x = (torch.randn(lines, padded, device="cuda", dtype=torch.bfloat16) for lines in (n, k))
     out = torch.empty(groups, n, k, device="cuda", dtype=torch.bfloat16)

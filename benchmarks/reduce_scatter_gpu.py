@@ -185,12 +185,14 @@ def measure(contender: str, options: argparse.Namespace, device: torch.device, f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--contenders", default="bf16,mxfp8_e5m2,mxfp8_e4m3,fp8_e4m3_1x128", help="the first is compared with")
-    parser.add_argument("--tokens", type=int, default=4096, help="of one GPU")
+    parser.add_argument(
+        "--contenders", default="bf16,mxfp8_e5m2,mxfp8_e4m3,fp8_e4m3_1x128", help="the others are compared with the first"
+    )
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens per GPU")
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=16384)
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=10, help="timed ones")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps")
     parser.add_argument("--train", type=int, default=500, help="steps of the training run")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the JSON file")
     options = parser.parse_args()

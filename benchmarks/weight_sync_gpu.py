@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--width", type=int, default=8192)
     parser.add_argument("--bucket-mib", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=7, help=f"timed runs of a contender, {DIGESTED} at most with digests")
+    parser.add_argument("--repeats", type=int, default=7, help=f"timed runs per contender, at most {DIGESTED} with digests")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the JSON file")
     options = parser.parse_args()
     device = ranks.start()

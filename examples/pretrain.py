@@ -252,28 +252,32 @@ def _processor() -> str:
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses a command line, by default this program's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="of the run; what it holds is continued")
+    parser.add_argument("folder", type=Path, help="the run's folder; an existing run is continued")
     parser.add_argument(
         "--recipe",
         default="bf16",
         help="bf16, torchao, a recipe, or mxfp8_floor, mxfp6_floor, mxfp4_floor; +OPTION: pretrain_model.OPTIONS",
     )
     parser.add_argument("--size", choices=pretrain_model.SIZES, default="124m")
-    parser.add_argument("--tokens", type=int, default=100_000_000, help="of the whole run; a byte is a token")
-    parser.add_argument("--batch", type=int, help="pieces of text in a step, over all ranks; by default the size's own")
-    parser.add_argument("--seed", type=int, default=0, help="of the first weights and of the order of the text")
-    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients")
+    parser.add_argument("--tokens", type=int, default=100_000_000, help="tokens of the whole run; a byte is a token")
+    parser.add_argument("--batch", type=int, help="pieces of text per step, over all ranks; default: the size's")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the initial weights and the order of the text")
+    parser.add_argument("--clip", type=float, default=1.0, help="maximum norm of the gradients")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cuda", "cpu"), default=device)
     parser.add_argument("--compile", action="store_true", help="compile each block")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="save and leave after so long")
-    parser.add_argument("--text", type=Path, help="folder of the prepared text, made if need be; by default beside the run's")
-    parser.add_argument("--text-bytes", type=int, default=200_000_000, help="text to train on at most")
-    parser.add_argument("--log-every", type=int, default=10, help="steps of a line; what is due is looked at then")
-    parser.add_argument("--observe-every", type=int, default=100, help="steps between figures of SQNR; 0 never")
-    parser.add_argument("--evaluate-every", type=int, default=100, help="steps between held-out losses; 0 at the end alone")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="save and exit after this time")
+    parser.add_argument(
+        "--text", type=Path, help="folder of the prepared text, created if necessary; default: next to the run's folder"
+    )
+    parser.add_argument("--text-bytes", type=int, default=200_000_000, help="maximum bytes of training text")
+    parser.add_argument(
+        "--log-every", type=int, default=10, help="steps per line of metrics; evaluations and saves happen only then"
+    )
+    parser.add_argument("--observe-every", type=int, default=100, help="steps between SQNR measurements; 0: never")
+    parser.add_argument("--evaluate-every", type=int, default=100, help="steps between held-out losses; 0: only at the end")
     parser.add_argument("--evaluate-rows", type=int, default=256, help="pieces of held-out text")
-    parser.add_argument("--save-every", type=int, default=500, help="steps between checkpoints; 0: at a sitting's end")
+    parser.add_argument("--save-every", type=int, default=500, help="steps between checkpoints; 0: only at a session's end")
     options = parser.parse_args(arguments)
     for name in ("observe_every", "evaluate_every", "save_every"):
         if options.log_every < 1 or getattr(options, name) % options.log_every:

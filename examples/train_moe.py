@@ -179,10 +179,12 @@ def train(recipe: str, options: argparse.Namespace, first: dict[str, Tensor], pr
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--batch", type=int, default=24, help="pieces of text in a step")
-    parser.add_argument("--held-out", type=int, default=512, help="pieces of text that the trained models are judged on")
-    parser.add_argument("--within", type=float, default=1.0, help="percent that a recipe's loss may be away from that of bf16")
-    parser.add_argument("--seed", type=int, default=0, help="of the first weights and the pieces of text")
+    parser.add_argument("--batch", type=int, default=24, help="pieces of text per step")
+    parser.add_argument("--held-out", type=int, default=512, help="pieces of held-out text")
+    parser.add_argument(
+        "--within", type=float, default=1.0, help="maximum difference of a recipe's loss from bf16's, in percent"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the initial weights and the pieces of text")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     plain = Transformer("bf16")
