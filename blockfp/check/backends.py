@@ -99,14 +99,14 @@ def load(names: list[str] | None) -> list[Backend]:
         except Exception as error:
             raise BadBackend(f"backend {name!r} can't be made: {type(error).__name__}: {error}") from error
         if found[-1].name in [backend.name for backend in found[:-1]]:
-            raise BadBackend(f"--backend {name}: another backend is called {found[-1].name!r} too: reports know them by name")
+            raise BadBackend(f"--backend {name}: another backend is also named {found[-1].name!r}: reports need distinct names")
     return found
 
 
 def _known(name: str) -> Backend:
     if name not in BACKENDS:
         known = ", ".join(BACKENDS)
-        raise BadBackend(f"--backend {name}: must be one of {known}, all, or package.module:attribute for one of your own")
+        raise BadBackend(f"--backend {name}: must be one of {known}, all, or package.module:attribute of your own")
     return BACKENDS[name]()
 
 

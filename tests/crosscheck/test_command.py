@@ -215,7 +215,7 @@ def test_bad_files_are_named_and_nothing_is_written(model, tmp_path, command):
         "quantize": (tmp_path / "out.safetensors", "--format", "mxfp8_e4m3"),
         "dequantize": (tmp_path / "out.safetensors",),
     }[command]
-    refused(run(command, cut, *more), f"error: {cut}, tensor 'experts': cut short")
+    refused(run(command, cut, *more), f"error: {cut}, tensor 'experts': truncated")
     refused(run(command, tmp_path / "none.safetensors", *more), "none.safetensors: no such file")
     assert sorted(tmp_path.iterdir()) == before
 
@@ -327,7 +327,7 @@ def test_dequantize_refuses_a_file_of_values(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"metadata": {}}, "tensor 'w': has codes, and no w_format_"),
+        ({"metadata": {}}, "tensor 'w': has codes but no w_format_"),
         ({"metadata": {"blockfp": "not json"}}, "metadata 'blockfp' is not what blockfp writes"),
         ({"metadata": {"blockfp": '{"version": 9, "tensors": {}}'}}, "is of version 9"),
         ({"format": "mxfp9"}, "tensor 'w': its description in the metadata is wrong: format 'mxfp9' is not known"),

@@ -110,14 +110,14 @@ def test_versions_are_said_and_count_for_nothing(path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is no JSON"),
-        ("[]", "is no report of blockfp check"),
-        ('{"files": 3}', "is no report"),
-        ("\xff", "is no JSON"),
-        ("[" * 100_000, "is no JSON: maximum recursion depth"),
-        ('{"files": [], "files": []}', "is no JSON: 'files' is there twice"),
-        ("9" * 5000, "is no JSON"),
-        ('{"files": [], "identical": true, "backends": {}, "versions": "x"}', "is no report"),
+        ("{", "is not JSON"),
+        ("[]", "is not a report of blockfp check"),
+        ('{"files": 3}', "is not a report"),
+        ("\xff", "is not JSON"),
+        ("[" * 100_000, "is not JSON: maximum recursion depth"),
+        ('{"files": [], "files": []}', "is not JSON: duplicate name 'files'"),
+        ("9" * 5000, "is not JSON"),
+        ('{"files": [], "identical": true, "backends": {}, "versions": "x"}', "is not a report"),
     ],
 )
 def test_what_is_no_report(path, text, message):
@@ -161,7 +161,7 @@ def test_a_report_of_other_types(path, into, key, value, side):
         assert result.exit_code == 1
         return
     assert result.exit_code == 2, result.output
-    assert f"{pair[side]}: is no report of blockfp check" in " ".join(result.stderr.split())
+    assert f"{pair[side]}: is not a report of blockfp check" in " ".join(result.stderr.split())
     assert len(result.stderr.strip().splitlines()) == 1
     assert isinstance(result.exception, SystemExit)
 
@@ -175,7 +175,7 @@ def test_hashes_that_are_there_twice_are_not_passed_over(path):
         other = changed(path, double)
         result = run("check", "--compare", path, other)
         assert result.exit_code == 2, result.output
-        assert "which is there twice" in result.stderr
+        assert "which is duplicated" in result.stderr
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "nothing", "too long"])
@@ -194,8 +194,12 @@ def test_a_report_that_is_no_file(path, kind):
     command = [sys.executable, "-m", "blockfp", "check", "--compare", path, other]
     done = subprocess.run(command, cwd=path.parent, capture_output=True, text=True, timeout=LIMIT)
     assert (done.returncode, done.stdout) == (2, "")
-    why = {"folder": "is a directory", "nothing": "No such file", "too long": "is no JSON: the file of 1073741825 bytes is not"}
-    assert done.stderr.startswith(f"error: {other}: {why.get(kind, 'is no regular file')}")
+    why = {
+        "folder": "is a directory",
+        "nothing": "No such file",
+        "too long": "is not JSON: the file of 1073741825 bytes is not",
+    }
+    assert done.stderr.startswith(f"error: {other}: {why.get(kind, 'is not a regular file')}")
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -295,7 +299,7 @@ def test_its_differences_are_named(own):
         ("Lists", "backend 'mine': dequantize must return a NumPy array, got list"),
         ("Missing", "--backend my_backend:Missing: my_backend has no attribute 'Missing'"),
         ("Nameless", "--backend my_backend:Nameless: Nameless.name must be a string: see blockfp.check.crosscheck.Backend"),
-        ("Numpy", "--backend my_backend:Numpy: another backend is called 'numpy' too"),
+        ("Numpy", "--backend my_backend:Numpy: another backend is also named 'numpy'"),
     ],
 )
 def test_what_is_no_backend(own, name, message):

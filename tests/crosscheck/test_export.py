@@ -224,7 +224,7 @@ def test_names_that_others_give(tmp_path):
         assert not any("optim" in name for name in there)
     result = run("export", tmp_path / "3", out, "--force")
     assert result.exit_code == 2
-    assert "begin with 'model.': lm_head.bias, lm_head.weight: --prefix '' takes all" in result.output.replace("\n", "")
+    assert "begin with 'model.': lm_head.bias, lm_head.weight: --prefix '' exports all" in result.output.replace("\n", "")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -288,10 +288,10 @@ def test_a_damaged_index_is_named(tmp_path):
     dcp.save({"model": model_of("nvfp4", SHAPES).state_dict()}, checkpoint_id=tmp_path / "dcp")
     whole = read_index(manifest.Files(tmp_path / "dcp"))
     for damage, message in (
-        (lambda index: index.storage_data.clear(), "of which the index doesn't say where it lies"),
+        (lambda index: index.storage_data.clear(), "that the index doesn't locate"),
         (
             lambda index: vars(index.state_dict_metadata["model.0.bias"]).pop("size"),
-            "says of 'model.0.bias' what an index doesn't: KeyError('size')",
+            "is malformed at 'model.0.bias': KeyError('size')",
         ),
         (lambda index: vars(index).pop("state_dict_metadata"), "holds a Metadata without tensors"),
     ):

@@ -68,7 +68,7 @@ def _refused(rank):
     model = sharded(net(0, "mxfp8"))
     before = [local_of(layer.weight).codes.clone() for layer in model]
     state = net(1, "nvfp4").state_dict() if rank == 0 else {}
-    with pytest.raises(ValueError, match=r"0\.weight is mxfp8_e4m3_32x32 in the model and nvfp4_16x16 in what is loaded"):
+    with pytest.raises(ValueError, match=r"0\.weight is mxfp8_e4m3_32x32 in the model and nvfp4_16x16 in the loaded state"):
         set_model_state_dict(model, state, options=options)
     assert all(torch.equal(local_of(layer.weight).codes, old) for layer, old in zip(model, before, strict=True))
     # A shard's values that nobody quantizes are not forgotten.

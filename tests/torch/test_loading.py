@@ -191,7 +191,7 @@ def test_assigned_to_the_meta_device(kept):
     parameter = model.weight
     # The second time it has memory, and is written to as without `assign`.
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"weight is on the meta device in what is loaded"):
+        with pytest.raises(ValueError, match=r"weight is on the meta device in the loaded state"):
             model.load_state_dict(state | {"weight": values.to("meta")}, assign=True)
         assert not any(model.load_state_dict(state, assign=True))
         assert isinstance(model.weight, nn.Parameter)

@@ -135,7 +135,7 @@ def test_codes_are_copied_into_a_part_where_nothing_else_changes(format, shape, 
         expected[part] = other.dequantize()[part]
         q[part] = other[part]
     else:
-        with pytest.raises(NotImplementedError, match="shares a scale or the original values"):
+        with pytest.raises(NotImplementedError, match="shares a scale or an optimizer's original values"):
             q[part] = other[part]
         q[part].clone().copy_(other[part])
     assert torch.equal(q.dequantize(), expected)
