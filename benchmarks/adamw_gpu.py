@@ -1,10 +1,9 @@
-"""Times the AdamW kernel on one GPU, as a share of a copy measured in the same run, with torch's fused AdamW beside it.
+"""Times the AdamW kernel on one GPU, as a share of a copy measured in the same run, and torch's fused AdamW.
 
     python benchmarks/adamw_gpu.py --out benchmarks/results
 
-Bytes count once: gradient, master and both moments read; master, both moments, codes and scales written. Formats whose amax
-is the whole tensor's (FP8 per tensor, NVFP4) take a second pass over the masters, whose read counts too; the first finds the
-amax.
+Bytes count once: gradient, master and both moments read; master, both moments, codes and scales written. Formats with a
+per-tensor amax (FP8 per tensor, NVFP4) take a second pass over the masters, whose read counts too; the first computes the amax.
 The parameters together are far larger than the caches. torch's AdamW updates fp32 parameters and writes no codes.
 """
 
@@ -38,7 +37,7 @@ KERNEL_CASES = [
 
 
 def arrays_of(name: str | None, moments: str, dtype: str) -> tuple[list[list[torch.Tensor | None]], np.ndarray]:
-    """The arrays of all parameters (`step_table.ARRAYS`), and the table that a kernel call is given, made beforehand."""
+    """Returns the arrays of all parameters (`step_table.ARRAYS`), and the prepared table of a kernel call."""
     arrays, rows, kept = [], [], {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.uint8}[moments]
     c = adamw.coefficients(10, 1e-3, (0.9, 0.999), 1e-8, 0.01)
     for shape in SHAPES:
@@ -93,7 +92,7 @@ def kernels(rows: list, copy: float) -> None:
 
 
 def optimizers(rows: list, copy: float) -> None:
-    """Whole optimizer steps, torch's beside ours: host work included where it is not hidden."""
+    """Times whole optimizer steps, torch's and blockfp's, including host work that isn't hidden."""
     for name in ("mxfp8_e4m3_32x32", "fp8_e4m3_128x128", "fp8_e4m3", "nvfp4_16x16"):
         format = Format.parse(name)
         params = [torch.nn.Parameter(quantize(torch.randn(s, device="cuda").bfloat16(), format)) for s in SHAPES]
@@ -122,7 +121,7 @@ def optimizers(rows: list, copy: float) -> None:
 
 
 def host_milliseconds(run) -> float:
-    """Shortest time until a call returns, with the device idle before it."""
+    """Returns the shortest time until a call returns, with the device idle before it."""
     best = float("inf")
     for _ in range(10):
         torch.cuda.synchronize()

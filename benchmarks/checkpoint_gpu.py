@@ -1,10 +1,10 @@
-"""Saving and loading the checkpoint of a transformer of about a billion parameters under FSDP2, and FSDP2 x TP.
+"""Times saving and loading a checkpoint of a transformer of about a billion parameters under FSDP2 and FSDP2 x TP.
 
     torchrun --nproc-per-node 4 benchmarks/checkpoint_gpu.py --folder /tmp/run --tp 2
     torchrun --nproc-per-node 2 benchmarks/checkpoint_gpu.py --folder /tmp/run --load
 
-Seconds (the slowest rank's), gigabytes on the disk, and for how long a save behind the training's back stops it. The second
-line loads what the first saved, on another mesh, holds everything against it, and takes another step.
+Reports seconds (of the slowest rank), gigabytes on disk, and how long a background save pauses training. The second command
+loads the first one's checkpoint on another mesh, compares everything, and takes another step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import blockfp.torch as bfp
 
 
 def build(options: argparse.Namespace, device: torch.device) -> tuple[nn.ModuleList, torch.optim.Optimizer]:
-    """A model without values, sharded, on the device; and its optimizer."""
+    """Builds a sharded model without values on the device, and its optimizer."""
     with torch.device("meta"):
         layers = (
             bfp.TransformerLayer(options.width, 4 * options.width, options.width // 128, recipe=options.recipe)
@@ -50,7 +50,7 @@ def build(options: argparse.Namespace, device: torch.device) -> tuple[nn.ModuleL
 
 
 def step(model: nn.ModuleList, optimizer: torch.optim.Optimizer, options: argparse.Namespace, device: torch.device) -> None:
-    """One training step; ranks that share a tensor get the same tokens."""
+    """Runs one training step; ranks that share a tensor get the same tokens."""
     torch.manual_seed(dist.get_rank() // options.tp)
     x = torch.randn(1, options.tokens, options.width, device=device)
     for layer in model:
@@ -61,7 +61,7 @@ def step(model: nn.ModuleList, optimizer: torch.optim.Optimizer, options: argpar
 
 
 def fingerprint(model: nn.ModuleList, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Returns a sum over the bits of each parameter's codes, master and moments, the same on any mesh."""
+    """Returns a sum over the bits of each parameter's codes, master and moments, equal on every mesh."""
     sums = {}
     for name, param in model.named_parameters():
         local = sharding.local_of(param)
@@ -77,7 +77,7 @@ def fingerprint(model: nn.ModuleList, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def timed(action) -> float:
-    """Seconds until every rank is done."""
+    """Returns the seconds until every rank is done."""
     dist.barrier()
     begin = time.perf_counter()
     action()
@@ -86,7 +86,7 @@ def timed(action) -> float:
 
 
 def save(model, optimizer, options) -> dict[str, float]:
-    """Saves twice: waiting for the disk, and behind the training's back."""
+    """Saves twice: blocking, and in the background."""
     extra = {"fingerprint": json.dumps(fingerprint(model, optimizer))}
     result = {"save_s": timed(lambda: bfp.save_checkpoint(options.folder, model, optimizer, step=1, extra=extra, keep=1))}
     saving = []
@@ -99,7 +99,7 @@ def save(model, optimizer, options) -> dict[str, float]:
 
 
 def load(model, optimizer, options) -> dict[str, float]:
-    """Loads, and raises where anything is not what was saved."""
+    """Loads, and raises if anything differs from what was saved."""
     loaded = []
     seconds = timed(lambda: loaded.append(bfp.load_checkpoint(options.folder, model, optimizer)))
     saved, now = json.loads(loaded[0].extra["fingerprint"]), fingerprint(model, optimizer)
@@ -116,8 +116,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--tp", type=int, default=1, help="ranks that share a layer; the others are FSDP's")
-    parser.add_argument("--load", action="store_true", help="load what an earlier run has saved")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks; FSDP has the others")
+    parser.add_argument("--load", action="store_true", help="load the checkpoint of an earlier run")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the JSON file")
     options = parser.parse_args()
     device = ranks.start()

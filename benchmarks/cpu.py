@@ -1,12 +1,11 @@
-"""Times quantize and dequantize on this CPU, for every format and backend, against a copy of the same bytes.
+"""Times quantize and dequantize on this CPU, for every format and backend, relative to a copy of the same bytes.
 
     python benchmarks/cpu.py [--formats mxfp8_e4m3 nvfp4] [--rows 4096] [--columns 8192] [--write]
 
 One run measures everything: a copy, the kernels with each instruction set, the definition in NumPy, `blockfp.torch`,
-`blockfp.jax` jitted, and beside them the plain casts of torch and ml_dtypes and torchao's `to_mx`. GB/s count each byte of
-the input read and of the output written once; medians. The copy and the kernels write to memory that is there already; all
-others get memory for their results, as users' calls do. `--write` puts the tables into docs/benchmarks.md and the figures into
-benchmarks/results/.
+`blockfp.jax` jitted, the plain casts of torch and ml_dtypes, and torchao's `to_mx`. GB/s count each byte of the input and of
+the output once; figures are medians. The copy and the kernels write to existing memory; all others allocate their results, as
+in users' calls. `--write` puts the tables into docs/benchmarks.md and the figures into benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ PACKAGES = ("blockfp", "apache-tvm-ffi", "numpy", "ml_dtypes", "torch", "jax", "
 
 
 class Measured(NamedTuple):
-    """Gigabytes a second of one backend, quantizing and dequantizing; NaN where it was not measured."""
+    """Gigabytes per second of one backend, quantizing and dequantizing; NaN if not measured."""
 
     quantize: float
     dequantize: float = float("nan")
@@ -57,7 +56,7 @@ def rate(call: Callable[[], Any], size: float) -> float:
 
 
 def bytes_of(x: np.ndarray, format: Format) -> float:
-    """Bytes of the array and of its codes and scales."""
+    """Returns the bytes of the array and of its codes and scales."""
     return x.nbytes + x.size * format.bytes_per_element
 
 
@@ -67,7 +66,9 @@ def gaussian(rows: int, columns: int) -> np.ndarray:
 
 
 def copy_rate(size: int) -> float:
-    """GB/s of a copy whose reads and writes are `size` bytes together, into memory that is there, on all cores if torch is."""
+    """Returns the GB/s of a copy into existing memory whose reads and writes total `size` bytes, on all cores if torch is
+    installed.
+    """
     half = np.ones(size // 2, np.uint8)
     try:
         import torch
@@ -80,7 +81,7 @@ def copy_rate(size: int) -> float:
 
 
 def measure_module(module, x, format: Format) -> Measured:
-    """`native` or `numerics` on a NumPy array."""
+    """Times `native` or `numerics` on a NumPy array."""
     size = bytes_of(x, format)
     parts = module.quantize(x, format)
     columns = x.shape[-1]
@@ -92,7 +93,7 @@ def measure_module(module, x, format: Format) -> Measured:
 
 @contextlib.contextmanager
 def kernel(instruction_set: str):
-    """The kernels with this instruction set, each call writing where the last one of its shapes wrote."""
+    """Returns the kernels with this instruction set; each call reuses the output memory of the last one of its shapes."""
     outputs: dict[tuple, np.ndarray] = {}
     allocate = native._numpy.empty
 
@@ -144,7 +145,7 @@ def measure_jax(x: np.ndarray, format: Format) -> Measured:
 
 
 def measure_formats(formats: list[Format], rows: int, columns: int) -> tuple[dict[str, dict[str, Measured]], list[str]]:
-    """Each backend's rates by format, and notes on what could not be measured."""
+    """Returns each backend's rates by format, and notes on what could not be measured."""
     whole, part = gaussian(rows, columns), gaussian(max(rows // 16, 1), columns)
     notes = [f"NumPy (the definition) and JAX were measured on {part.shape[0]} of the {rows} rows."]
     backends: dict[str, Callable[[Format], Measured]] = {}
@@ -172,7 +173,7 @@ def measure_formats(formats: list[Format], rows: int, columns: int) -> tuple[dic
 
 
 def measure_peers(rows: int, columns: int) -> tuple[dict[str, float], list[str]]:
-    """GB/s of what others offer on this CPU: plain casts to E4M3 without scales, and torchao's MXFP8."""
+    """Returns the GB/s of peers on this CPU: plain casts to E4M3 without scales, and torchao's MXFP8."""
     import ml_dtypes
 
     x = gaussian(rows, columns)
@@ -202,7 +203,7 @@ CAST_FORMATS = ("mxfp8_e4m3", "mxfp8_e4m3_32x32", "fp8_e4m3", "fp8_e4m3_128x128"
 
 
 def jax_casts() -> dict[str, dict[str, float]]:
-    """Milliseconds of one quantize by format: a copy of as many bytes, the NumPy face, jitted JAX by the kernels and by XLA."""
+    """Returns milliseconds of one quantize by format: an equal copy, the NumPy face, jitted JAX by the kernels and by XLA."""
     try:
         import jax
 
@@ -224,9 +225,10 @@ def jax_casts() -> dict[str, dict[str, float]]:
 
 
 def compile_times() -> dict[str, dict[str, float]]:
-    """Seconds from `jax.jit` to a compiled step of a scanned transformer by recipe, its lines of StableHLO, and XLA's alone.
+    """Returns the seconds from `jax.jit` to a compiled step of a scanned transformer by recipe, its StableHLO lines, and XLA's
+    share.
 
-    The best of three; the first row is the step that isn't quantized.
+    The best of three; the first row is the unquantized step.
     """
     try:
         import scanned_transformer
@@ -243,7 +245,7 @@ def compile_times() -> dict[str, dict[str, float]]:
 
 
 def import_times() -> dict[str, float]:
-    """Seconds that each import takes in a fresh interpreter, less the interpreter's own start; the best of five."""
+    """Returns the seconds of each import in a fresh interpreter, minus the interpreter's own start; the best of five."""
 
     def run(statement: str) -> float:
         times = []
@@ -262,7 +264,7 @@ def import_times() -> dict[str, float]:
 
 
 def call_overheads() -> dict[str, float]:
-    """Microseconds of quantizing a [16, 64] bfloat16 array to MXFP8."""
+    """Returns the microseconds of quantizing a [16, 64] bfloat16 array to MXFP8."""
     x, name = gaussian(16, 64), "mxfp8_e4m3"
     calls: dict[str, Callable[[], Any]] = {"numerics.quantize (NumPy)": lambda: numerics.quantize(x, name)}
     if native.available():
@@ -316,7 +318,7 @@ def versions() -> dict[str, str]:
 
 
 def write(result: dict[str, Any]) -> None:
-    """Puts the tables between the document's markers and the figures into a file of their own."""
+    """Writes the tables between the page's markers and the figures into their own file."""
     begins, ends = MARKERS
     text = DOCUMENT.read_text()
     if begins not in text or ends not in text:

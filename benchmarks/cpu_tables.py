@@ -16,7 +16,7 @@ SHOWN += ("mxfp6_e3m2", "mxfp4_e2m1", "mxint8", "nvfp4", "nvfp4_16x16", "nvfp4_4
 
 
 def tables(result: dict[str, Any]) -> str:
-    """The figures as Markdown."""
+    """Returns the figures as Markdown."""
     rows, columns = result["shape"]
     used = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     definition = [rate["quantize"] for rate in result["rates"].get("NumPy", {}).values()]
@@ -38,7 +38,7 @@ def tables(result: dict[str, Any]) -> str:
 
 
 def jax_tables(result: dict[str, Any]) -> list[str]:
-    """JAX's casts and compile times as Markdown."""
+    """Returns JAX's casts and compile times as Markdown."""
     lines: list[str] = []
     casts = result.get("jax_casts")
     if casts:

@@ -1,19 +1,18 @@
-"""Curves of recipes beside bf16: the runs of examples/pretrain.py in pieces, their table, and their operands.
+"""Compares training curves of recipes: runs of examples/pretrain.py in sessions, their tables, and the SQNR of operands.
 
     python benchmarks/evidence.py run runs --size 1m --tokens 409600 --runs bf16:0,1,2 nvfp4:0,1 --results 1m.json --minutes 9
     python benchmarks/evidence.py operands runs/bf16-0 --recipes nvfp4 mxfp4 mxfp4_floor --results 1m.json
     python benchmarks/evidence.py show 1m.json --page docs/evidence.md
 
-`run` makes the runs of a list, each RECIPE:SEED,SEED in a folder RECIPE-SEED, one after the other or `--parallel` so many at
-a time, until the time is up; called again it goes on with those that were cut off, and leaves out what the results have
-already, also on another machine. RECIPE is a name that pretrain.py takes, such as mxfp8+master_none. A finished run also lies
-in its folder as result.json. What follows a "--" are options of pretrain.py. `operands` quantizes the operands of one step of a
-trained model in several recipes. `show` prints the tables, and puts them into a page between "<!-- evidence NAME -->" and
-"<!-- end -->".
+`run` makes the listed runs, each RECIPE:SEED,SEED in a folder RECIPE-SEED, one by one or `--parallel` at a time, until the time
+is up. Called again, it continues interrupted runs and skips those in the results, on another machine too. RECIPE is a name that
+pretrain.py accepts, such as mxfp8+master_none. A finished run also has a result.json in its folder. Options after "--" go to
+pretrain.py. `operands` quantizes the operands of one step of a trained model in several recipes. `show` prints the tables, or
+writes them into a page between "<!-- evidence NAME -->" and "<!-- end -->".
 
-Differences of losses are paired: runs of one seed begin with the same weights and see the same batches, and all are judged on
-the same held-out rows, whose losses the results keep. An interval of 95% is Student's, of the variance between seeds and of
-that over rows. A recipe with one seed takes the variance between seeds from those that have several.
+Loss differences are paired: runs of one seed start from the same weights and see the same batches, and all are judged on the
+same held-out rows, whose losses are kept in the results. A 95% interval is Student's, from the variance between seeds and over
+rows. A recipe with one seed gets the variance between seeds of the others.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ LEAST_MINUTES = 1.5
 
 
 def listed(runs: list[str]) -> list[tuple[str, int]]:
-    """(recipe, seed) of each of "RECIPE:SEED,SEED"; the seed is 0 where none is named."""
+    """Returns (recipe, seed) for each "RECIPE:SEED,SEED"; the seed defaults to 0."""
     found = []
     for run in runs:
         recipe, _, seeds = run.partition(":")
@@ -70,7 +69,7 @@ def listed(runs: list[str]) -> list[tuple[str, int]]:
 
 
 def finished(folder: Path) -> dict | None:
-    """Results of a finished run of pretrain.py, or None."""
+    """Returns the results of a finished run of pretrain.py, or None."""
     lines = pretrain_metrics.read(folder / "metrics.jsonl")
     about = json.loads((folder / "run.json").read_text()) if lines else {}
     if not lines or lines[-1]["step"] < about["steps"]:
@@ -99,12 +98,12 @@ def _rounded(value: float | None) -> float | None:
 
 
 def read_results(path: Path) -> dict:
-    """Reads such a file; one without runs if there is none."""
+    """Reads a file of results; returns one without runs if it doesn't exist."""
     return json.loads(path.read_text()) if path.exists() else {"common": None, "runs": [], "operands": {}}
 
 
 def write_results(path: Path, results: dict) -> None:
-    """Writes a file of results, whole or not at all."""
+    """Writes a file of results atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.{os.getpid()}")
     # A line for each run: differences can be read.
@@ -118,7 +117,7 @@ def add(results: dict, run: dict) -> None:
     """Adds a finished run.
 
     Raises:
-        ValueError: it is of another size, length or text than those in the file.
+        ValueError: its size, length or text differs from the file's runs.
     """
     common = run.pop("common")
     there = results["common"] or common
@@ -130,10 +129,10 @@ def add(results: dict, run: dict) -> None:
 
 
 def make_runs(options: argparse.Namespace) -> None:
-    """Makes the runs that are not in the results, until the time is up.
+    """Makes the runs missing in the results, until the time is up.
 
     Raises:
-        ValueError: no recipe has a name of the list.
+        ValueError: a listed name is not a recipe.
     """
     import pretrain_model
 
@@ -177,7 +176,7 @@ def make_runs(options: argparse.Namespace) -> None:
 
 
 def command_of(options: argparse.Namespace, recipe: str, seed: int, folder: Path, minutes: float) -> list[str]:
-    """The command of one run."""
+    """Returns the command of one run."""
     start = [sys.executable]
     if options.processes > 1:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.processes}"]
@@ -187,7 +186,7 @@ def command_of(options: argparse.Namespace, recipe: str, seed: int, folder: Path
 
 
 def measure_operands(options: argparse.Namespace) -> None:
-    """Adds the SQNR of the operands of one step, from the weights of a run's checkpoint, for each recipe."""
+    """Adds the SQNR of one step's operands for each recipe, from the weights of a run's checkpoint."""
     import pretrain_model
     import pretrain_text
     import torch
@@ -217,7 +216,7 @@ def measure_operands(options: argparse.Namespace) -> None:
 
 
 def by_recipe(results: dict) -> dict[str, dict[int, dict]]:
-    """The runs of each recipe by their seeds; bf16 comes first."""
+    """Returns each recipe's runs by seed; bf16 comes first."""
     found: dict[str, dict[int, dict]] = {}
     for run in sorted(results["runs"], key=lambda run: run["recipe"] != BASELINE):
         found.setdefault(run["recipe"], {})[run["seed"]] = run
@@ -225,7 +224,7 @@ def by_recipe(results: dict) -> dict[str, dict[int, dict]]:
 
 
 def differences(runs: dict[int, dict], others: dict[int, dict]) -> list[float]:
-    """Held-out losses of runs less those of others, for every seed that both have."""
+    """Returns the held-out losses of runs minus those of others, for every common seed."""
     return [runs[seed]["held_out_loss"] - others[seed]["held_out_loss"] for seed in sorted(runs) if seed in others]
 
 
@@ -237,7 +236,7 @@ STUDENT = (
 
 
 class Interval(NamedTuple):
-    """A mean difference of losses, and half the width of its interval of 95%."""
+    """A mean difference of losses, and half the width of its 95% interval."""
 
     mean: float
     half: float
@@ -247,12 +246,12 @@ class Interval(NamedTuple):
 
     @property
     def decided(self) -> bool:
-        """Whether it leaves out zero."""
+        """Whether the interval excludes zero."""
         return abs(self.mean) > self.half
 
 
 def interval(results: dict, recipe: str, other: str) -> Interval | None:
-    """The difference of two recipes' held-out losses, paired by seed and by row; None where nothing tells the variance."""
+    """Returns the difference of two recipes' held-out losses, paired by seed and row; None if the variance is unknown."""
     found = by_recipe(results)
     change = differences(found.get(recipe, {}), found.get(other, {}))
     if not change:
@@ -273,7 +272,7 @@ def interval(results: dict, recipe: str, other: str) -> Interval | None:
 
 
 def over_rows(runs: dict[int, dict], others: dict[int, dict]) -> float:
-    """The variance of the mean difference over held-out rows, as if they were drawn anew; 0 where they weren't kept."""
+    """Returns the variance of the mean difference due to the choice of held-out rows; 0 if their losses weren't kept."""
     pairs = [(runs[seed].get("held_out_rows"), others[seed].get("held_out_rows")) for seed in runs if seed in others]
     if not all(a and b for a, b in pairs):
         return 0.0
@@ -282,19 +281,19 @@ def over_rows(runs: dict[int, dict], others: dict[int, dict]) -> float:
 
 
 def spread(runs: dict[int, dict]) -> float | None:
-    """Standard deviation of the held-out losses between seeds; None for less than two."""
+    """Returns the standard deviation of held-out losses between seeds; None for fewer than two."""
     losses = [run["held_out_loss"] for run in runs.values()]
     return statistics.stdev(losses) if len(losses) > 1 else None
 
 
 def table_of_losses(results: dict) -> str:
-    """Each recipe's held-out loss, what it is above bf16's of the same seeds, and its speed.
+    """Returns each recipe's held-out loss, its difference from bf16 with the same seeds, and its speed.
 
-    All single runs are set beside the same run of bf16, whose luck is in each difference: they decide nothing.
+    All single runs are compared with the same bf16 run, whose deviation is in each difference, so they decide nothing.
     """
     found = by_recipe(results)
     rows = [
-        "| recipe | seeds | held-out loss | between seeds | above bf16 of the same seed | beside bf16 | tokens/s | MFU |",
+        "| recipe | seeds | held-out loss | std of seeds | minus bf16, same seed | verdict | tokens/s | MFU |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for recipe, runs in found.items():
@@ -320,13 +319,13 @@ def table_of_losses(results: dict) -> str:
 
 
 def side(found: Interval | None, more: str, less: str) -> str:
-    """The word for the side of zero on which an interval lies."""
+    """Returns the word for an interval's side of zero."""
     return "not decided" if found is None or not found.decided else more if found.mean > 0 else less
 
 
 def table_of_pairs(results: dict) -> str:
-    """Differences of two recipes that have several seeds in common."""
-    rows = ["| recipe | beside | difference of their losses | |", "|---|---|---|---|"]
+    """Returns the differences of recipe pairs with several common seeds."""
+    rows = ["| recipe | minus | difference of losses | verdict |", "|---|---|---|---|"]
     found = by_recipe(results)
     for recipe, other in PAIRS:
         if len(differences(found.get(recipe, {}), found.get(other, {}))) > 1:
@@ -339,7 +338,7 @@ OPERANDS = ("input rowwise", "input columnwise", "weight", "gradient rowwise", "
 
 
 def table_of_sqnr(results: dict) -> str:
-    """SQNR of each operand in dB, from the same weights and data."""
+    """Returns the SQNR of each operand in dB, from the same weights and data."""
     rows = [f"| recipe | {' | '.join(OPERANDS)} |", "|---|" + "---|" * len(OPERANDS)]
     for recipe, sqnr in results["operands"].items():
         cells = [f"{sqnr[operand]:.2f}" if operand in sqnr else "" for operand in OPERANDS]
@@ -348,11 +347,11 @@ def table_of_sqnr(results: dict) -> str:
 
 
 def table_of_order(results: dict) -> str:
-    """Sets published findings beside those made here."""
+    """Compares published findings with those made here."""
     found, operands = by_recipe(results), results["operands"]
     noise = spread(found.get(BASELINE, {}))
     rows = [
-        "| published | held-out loss, same seeds | verdict by loss | SQNR, dB: the largest and the smallest change |",
+        "| published | held-out loss, same seeds | verdict by loss | SQNR, dB: largest and smallest change |",
         "|---|---|---|---|",
     ]
     for better, worse, words in PUBLISHED:
@@ -378,7 +377,7 @@ def judge(found: Interval | None) -> str | None:
 
 
 def verdict(change: list[float], noise: float | None) -> str:
-    """Judges differences that have no interval by the spread between seeds of bf16: twice that is taken for a difference."""
+    """Judges differences without an interval by bf16's spread between seeds: twice the spread is significant."""
     if not change or noise is None:
         return "not decided"
     mean = statistics.mean(change)
@@ -393,7 +392,7 @@ TABLES = {"losses": table_of_losses, "pairs": table_of_pairs, "operands": table_
 
 
 def page_with(page: str, results: dict, name: str) -> str:
-    """A page's text with the tables of results put in their places, "<!-- evidence NAME TABLE -->" .. "<!-- end -->"."""
+    """Returns a page with the tables of results between "<!-- evidence NAME TABLE -->" and "<!-- end -->"."""
     for table, make in TABLES.items():
         place = rf"(<!-- evidence {re.escape(name)} {table} -->\n).*?(<!-- end -->)"
         page = re.sub(place, lambda at, make=make: f"{at[1]}{make(results)}\n{at[2]}", page, flags=re.DOTALL)
@@ -401,7 +400,7 @@ def page_with(page: str, results: dict, name: str) -> str:
 
 
 def show(options: argparse.Namespace) -> None:
-    """Prints the tables, or puts them into a page."""
+    """Prints the tables, or writes them into a page."""
     results = read_results(options.results)
     if options.page is None:
         print("\n\n".join(make(results) for make in TABLES.values()))
@@ -412,25 +411,25 @@ def show(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    run = commands.add_parser("run", help="make the runs that are not finished")
-    run.add_argument("folder", type=Path, help="of the runs' folders and the text")
-    run.add_argument("--runs", nargs="+", required=True, metavar="RECIPE:SEED,SEED", help="the runs, in the order wanted")
-    run.add_argument("--size", default="124m", help="as pretrain.py has them")
-    run.add_argument("--tokens", type=int, default=100_000_000, help="of each run")
-    run.add_argument("--results", type=Path, required=True, help="finished runs are added to it; its own are not made again")
-    run.add_argument("--minutes", type=float, default=float("inf"), help="time for all of it; the run at hand is saved then")
-    run.add_argument("--processes", type=int, default=1, help="of each run; more are started by torchrun")
-    run.add_argument("--parallel", type=int, default=1, help="runs at a time, which share the GPU")
-    run.add_argument("--keep-checkpoints", action="store_true", help="of finished runs too")
+    run = commands.add_parser("run", help="make the unfinished runs")
+    run.add_argument("folder", type=Path, help="folder of the runs and the text")
+    run.add_argument("--runs", nargs="+", required=True, metavar="RECIPE:SEED,SEED", help="the runs, in order")
+    run.add_argument("--size", default="124m", help="a size of pretrain.py")
+    run.add_argument("--tokens", type=int, default=100_000_000, help="tokens per run")
+    run.add_argument("--results", type=Path, required=True, help="finished runs are added to it; runs in it are skipped")
+    run.add_argument("--minutes", type=float, default=float("inf"), help="total time; the current run is saved then")
+    run.add_argument("--processes", type=int, default=1, help="processes per run; several are started by torchrun")
+    run.add_argument("--parallel", type=int, default=1, help="concurrent runs, which share the GPU")
+    run.add_argument("--keep-checkpoints", action="store_true", help="keep checkpoints of finished runs too")
     run.set_defaults(command=make_runs)
-    operands = commands.add_parser("operands", help="measure operands of a trained model")
+    operands = commands.add_parser("operands", help="measure the operands of a trained model")
     operands.add_argument("run", type=Path, help="folder of a run with a checkpoint")
     operands.add_argument("--recipes", nargs="+", required=True)
     operands.add_argument("--results", type=Path, required=True)
     operands.set_defaults(command=measure_operands)
-    tables = commands.add_parser("show", help="the tables")
+    tables = commands.add_parser("show", help="print the tables")
     tables.add_argument("results", type=Path)
-    tables.add_argument("--page", type=Path, help="Markdown to put them into")
+    tables.add_argument("--page", type=Path, help="Markdown page to write them into")
     tables.set_defaults(command=show)
     arguments = sys.argv[1:]
     cut = arguments.index("--") if "--" in arguments else len(arguments)

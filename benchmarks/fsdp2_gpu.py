@@ -1,15 +1,15 @@
-"""A training step under FSDP2 on several GPUs: blockfp's recipes beside bf16 and torchao, in one run.
+"""Times a training step under FSDP2 on several GPUs: blockfp's recipes, bf16 and torchao in one run.
 
     torchrun --nproc-per-node 2 benchmarks/fsdp2_gpu.py --model stack --tokens 16384
     torchrun --nproc-per-node 2 benchmarks/fsdp2_gpu.py --model transformer --contenders bf16,torchao_fp8_gather,fp8_current
     torchrun --nproc-per-node 2 benchmarks/fsdp2_gpu.py --few-tokens --contenders bf16,torchao,fp8_current,fp8_block
 
-Milliseconds a step (the median of timed steps, slowest rank) and in which the host hands it to an idle GPU, peak memory of a
-rank, and the bytes that a rank receives in all-gathers. Every contender starts from the same weights and gets the same input;
-each block is compiled by itself. "RECIPE+high" keeps weights in high precision and gathers them quantized; "RECIPE+bf16" gives
-weights bfloat16 as their nominal dtype, and so their gradients; "RECIPE+recompute" makes casts again in the backward.
-`--few-tokens` measures what the host decides: the transformer at 4,096 tokens of a GPU and the stack at 2,048, without CUDA
-graphs and with them.
+Reports milliseconds per step (the median of timed steps, slowest rank), the milliseconds in which the host launches a step on
+an idle GPU, a rank's peak memory, and the bytes that a rank receives in all-gathers. All contenders start from the same weights
+and get the same input; each block is compiled separately. "RECIPE+high" keeps weights in high precision and gathers them
+quantized; "RECIPE+bf16" gives weights, and so gradients, the nominal dtype bfloat16; "RECIPE+recompute" repeats casts in the
+backward. `--few-tokens` measures steps limited by the host: the transformer with 4,096 tokens per GPU and the stack with 2,048,
+with and without CUDA graphs.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class AttentionBlock(nn.Module):
 
 
 class Recomputed(nn.Module):
-    """A block whose backward makes the casts of its forward again."""
+    """A block whose backward repeats the casts of its forward."""
 
     def __init__(self, block: nn.Module):
         super().__init__()
@@ -85,7 +85,9 @@ class Recomputed(nn.Module):
 
 @contextlib.contextmanager
 def received_bytes() -> Iterator[list[int]]:
-    """Gathers the sizes of what this rank receives in FSDP2's all-gathers; a dispatch mode would keep graphs from running."""
+    """Collects the sizes that this rank receives in FSDP2's all-gathers; a dispatch mode would prevent compiled graphs from
+    running.
+    """
     sizes: list[int] = []
     # What FSDP2 calls: from torch 2.13 on, and before.
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -122,7 +124,7 @@ Contender = tuple[Callable[[nn.ModuleList], object], Callable[..., torch.optim.O
 
 
 def contender(name: str) -> Contender:
-    """(convert, optimizer, what follows each optimizer step) of a contender."""
+    """Returns (convert, optimizer, what follows each optimizer step) of a contender."""
 
     def fused(parameters, lr):
         return torch.optim.AdamW(parameters, lr=lr, fused=True)
@@ -197,9 +199,9 @@ def measure(name: str, options: argparse.Namespace, device: torch.device) -> dic
 
 
 def profile(step: Callable[[], None]) -> dict[str, list[dict[str, Any]]]:
-    """Splits the time of a step: "ops", what torch's profiler saw, and "host", the Python functions that took the most.
+    """Splits the time of a step: "ops" as seen by torch's profiler, and "host", the slowest Python functions.
 
-    Both slow a step down, Python's by a factor of three: shares count, not sums.
+    Both profilers slow a step down, Python's by a factor of three: compare shares, not sums.
     """
     with torch.profiler.profile() as seen:
         step()
@@ -228,7 +230,7 @@ def profile(step: Callable[[], None]) -> dict[str, list[dict[str, Any]]]:
 
 
 def host_time(step: Callable[[], None]) -> float:
-    """Milliseconds in which the host hands a step to an idle GPU."""
+    """Returns the milliseconds in which the host launches a step on an idle GPU."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     begin = time.perf_counter()
@@ -240,17 +242,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("stack", "transformer"), default="stack")
     parser.add_argument("--contenders", default="bf16,torchao,torchao_fp8_gather,fp8_current,fp8_delayed,fp8_block,mxfp8")
-    parser.add_argument("--tokens", type=int, default=16384, help="of one GPU")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens per GPU")
+    parser.add_argument("--length", type=int, default=2048, help="tokens per sequence")
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=16384)
-    parser.add_argument("--layers", type=int, help="12 of the stack and 5 of the transformer, 1.6 and 1.0 billion parameters")
+    parser.add_argument(
+        "--layers", type=int, help="default: 12 for the stack and 5 for the transformer, 1.6 and 1.0 billion parameters"
+    )
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--mode", help="of torch.compile, such as reduce-overhead")
-    parser.add_argument("--profile", action="store_true", help="also say where a step's time goes, in the JSON file")
+    parser.add_argument("--mode", help="mode of torch.compile, such as reduce-overhead")
+    parser.add_argument("--profile", action="store_true", help="also write a profile of a step into the JSON file")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the JSON file")
     parser.add_argument(
-        "--few-tokens", action="store_true", help="the rows that the host decides; --model, --tokens, --mode don't count"
+        "--few-tokens", action="store_true", help="steps limited by the host; ignores --model, --tokens, --mode"
     )
     options = parser.parse_args()
     device = ranks.start()
@@ -263,7 +267,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace, device: torch.device) -> None:
-    """Measures all contenders in one way of training, and writes the file."""
+    """Measures all contenders in one mode of training, and writes the file."""
     # torchao's layers compile anew for every block.
     torch._dynamo.config.recompile_limit = 4 * options.layers
     rows = ranks.measured(options.contenders.split(","), lambda name: measure(name, options, device))

@@ -1,19 +1,19 @@
-"""A training step under FSDP2 x tensor parallelism with sequence parallelism, on 4 GPUs: blockfp's recipes beside bf16.
+"""Times a training step under FSDP2 x tensor parallelism with sequence parallelism on 4 GPUs: blockfp's recipes and bf16.
 
     torchrun --nproc-per-node 4 benchmarks/fsdp2_tp_gpu.py                    # FSDP 2 x TP 2, a transformer of 1.0B parameters
     torchrun --nproc-per-node 4 benchmarks/fsdp2_tp_gpu.py --mode reduce-overhead       # the same in CUDA graphs
-    torchrun --nproc-per-node 1 benchmarks/fsdp2_tp_gpu.py --memory --contenders mxfp8  # what the wrapping itself takes
+    torchrun --nproc-per-node 1 benchmarks/fsdp2_tp_gpu.py --memory --contenders mxfp8  # memory of the wrapping itself
 
-Milliseconds a step (the median of timed steps, slowest rank), peak memory of a rank, and the megabytes that a rank receives in
-a step: weights and gradients of FSDP2, activations and gradients of tensor parallelism. "bf16" are torch's own layers, cut by
-its own `parallelize_module`; every contender has the same shapes and its blocks compiled.
+Reports milliseconds per step (the median of timed steps, slowest rank), a rank's peak memory, and the megabytes that a rank
+receives in a step: weights and gradients of FSDP2, activations and gradients of tensor parallelism. "bf16" is torch's own
+layers, sharded by `parallelize_module`; all contenders have the same shapes and compiled blocks.
 
-Gathers count as a whole, of which the other ranks' share has travelled. In blocks of one row an operand is gathered rowwise
-and columnwise, one byte an element each in FP8, which is what bf16 sends at once; with one scale per tensor the gradient's
-other orientation is derived. docs/benchmarks.md has the table.
+Gathers count whole, including the rank's own share. In blocks of one row an operand is gathered rowwise and columnwise, in FP8
+one byte per element each, which bf16 sends at once; with one scale per tensor the gradient's other orientation is derived.
+docs/benchmarks.md has the table.
 
-`--memory` is for one GPU: the peak of a step where the weights are DTensors on a mesh of one rank, with and without sequence
-parallelism, beside the same model never parallelized.
+`--memory` runs on one GPU: the peak of a step with weights as DTensors on a mesh of one rank, with and without sequence
+parallelism, and of the same model without parallelization.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ import blockfp.torch as bfp
 
 
 class Block(nn.Module):
-    """The computation of `bfp.TransformerLayer` by torch's layers."""
+    """A `bfp.TransformerLayer` computed by torch's layers."""
 
     def __init__(self, width: int, hidden: int, heads: int):
         super().__init__()
@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 
 def block(name: str, options: argparse.Namespace, mesh: DeviceMesh, **parallel: Any) -> nn.Module:
-    """One block of a contender, cut over the tensor-parallel mesh as `parallel` says; whole without it."""
+    """Returns one block of a contender, sharded over the tensor-parallel mesh as `parallel` says; unsharded without it."""
     if name != "bf16":
         layer = bfp.TransformerLayer(
             options.width, options.hidden, options.width // 128, bias=False, recipe=name, norm="rms_norm", eps=1e-6
@@ -91,7 +91,7 @@ class ReceivedBytes(TorchDispatchMode):
 def training(
     name: str, options: argparse.Namespace, mesh: DeviceMesh, device: torch.device, *, compiled: bool = True, **parallel: Any
 ) -> tuple[Callable[[], None], int]:
-    """One training step of a contender, and how many parameters it has."""
+    """Returns one training step of a contender, and its number of parameters."""
     torch.manual_seed(0)
     with torch.device(device):
         blocks = [block(name, options, mesh["tp"], **parallel) for _ in range(options.layers)]
@@ -140,7 +140,7 @@ def measure(name: str, options: argparse.Namespace, mesh: DeviceMesh, device: to
 
 
 def measure_memory(name: str, options: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
-    """Peak MiB of a step of each way to wrap the model, in eager and in compiled code."""
+    """Returns the peak MiB of a step for each way to wrap the model, in eager and compiled code."""
     ways = {"plain": {}, "tp": {"sequence_parallel": False}, "tp+sequence": {"sequence_parallel": True}}
     row: dict[str, Any] = {"contender": name}
     for compiled in (False, True):
@@ -157,15 +157,15 @@ def measure_memory(name: str, options: argparse.Namespace, mesh: DeviceMesh, dev
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contenders", default="bf16,fp8_current,fp8_delayed,fp8_block,mxfp8")
-    parser.add_argument("--tp", type=int, default=2, help="ranks of tensor parallelism; FSDP2 has the others")
-    parser.add_argument("--tokens", type=int, default=16384, help="of one tensor-parallel group")
-    parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
+    parser.add_argument("--tp", type=int, default=2, help="tensor-parallel ranks; FSDP2 has the others")
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens per tensor-parallel group")
+    parser.add_argument("--length", type=int, default=4096, help="tokens per sequence")
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=16384)
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--reduce-format", help="of the terms of reduce-scatters, such as mxfp8_e5m2")
-    parser.add_argument("--mode", help="of torch.compile, such as reduce-overhead")
+    parser.add_argument("--reduce-format", help="format of reduce-scattered terms, such as mxfp8_e5m2")
+    parser.add_argument("--mode", help="mode of torch.compile, such as reduce-overhead")
     parser.add_argument("--memory", action="store_true", help="peak memory with and without the wrapping, on one GPU")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the JSON file")

@@ -1,11 +1,11 @@
-"""Activation or norm and cast on one GPU: of what neither writes, and one operation after the other.
+"""Times activation or norm plus cast on one GPU: fused, and as separate operations.
 
     python benchmarks/gated_gpu.py [--tokens 16384] [--features 14336] [--hidden 4096] [--only norm] [--json FILE]
 
-Rows: the forward's cast of silu(gate) * up and of gelu (tanh), both ways, by format; the activation's gradients; and the cast
-of an RMSNorm of `hidden` features, both ways and rowwise alone, also beside the norm as torch.compile makes it (with its amax,
-where the cast wants one) and the cast behind that. The share is that of a copy's bandwidth which fused kernels reach, by the
-bytes that they have to read and write. Figures are medians of rounds that take turns.
+Rows: the forward's cast of silu(gate) * up and of gelu (tanh) in both directions, by format; the activation's gradients; and
+the cast of an RMSNorm of `hidden` features, in both directions and rowwise, also compared with the norm by torch.compile (with
+its amax, if the cast needs one) followed by the cast. The share is the part of a copy's bandwidth that fused kernels reach, for
+the bytes that they must read and write. Figures are medians of rounds that take turns.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def copy_milliseconds(elements: int) -> float:
 
 
 def written_bytes(f: Format, directions: int) -> float:
-    """Bytes of codes and scales for each element."""
+    """Returns bytes of codes and scales per element."""
     return directions * (f.element.bits / 8 + (4 / f.block[1] if f.block and f.scale.dtype == "float32" else 1 / 32))
 
 

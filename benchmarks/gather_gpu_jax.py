@@ -1,12 +1,12 @@
-"""All-gathers of quantized arrays over two GPUs inside shard_map, beside bf16's of the same arrays: bytes and milliseconds.
+"""Times all-gathers of quantized arrays over two GPUs inside shard_map, and bf16's of the same arrays: bytes and milliseconds.
 
     python benchmarks/gather_gpu_jax.py [--rows 16384] [--columns 4096] [--weights 16] [--formats NAME ...] [--json FILE]
 
-Three cases: one weight, as FSDP gathers it, cut along its rows; a list of weights in one program (16 make 1.07 billion
-parameters); activations cut along their tokens, which are quantized and then gathered. Bytes are what each device sends to each
-other one, read from the all-gathers of the compiled program. Each format takes turns with bf16, both warmed up by as many calls
-as are timed; the figures are medians. It runs on the CPU too, to see that it does (there XLA gathers bf16 as float32), with
-JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=2 in front and --rows 512 --columns 256 behind.
+Three cases: one weight, sharded along rows as for FSDP; a list of weights in one program (16 make 1.07 billion parameters);
+activations sharded along tokens, which are quantized and then gathered. Bytes are what each device sends to each other one,
+read from the all-gathers of the compiled program. Each format takes turns with bf16, both warmed up by as many calls as are
+timed; figures are medians. To try it on the CPU (where XLA gathers bf16 as float32), prefix
+JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=2 and append --rows 512 --columns 256.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ AXIS = "fsdp"
 
 
 def normal(index: int, shape: tuple[int, int], mesh: jax.sharding.Mesh) -> jax.Array:
-    """bf16 values, cut along their rows."""
+    """Returns bf16 values, sharded along their rows."""
     x = jax.random.normal(jax.random.key(index), shape, jnp.bfloat16)
     return jax.device_put(x, NamedSharding(mesh, P(AXIS)))
 
 
 def program(body: Callable[..., Any], mesh: jax.sharding.Mesh, operands: Any, specs: Any) -> Callable[[], Any]:
-    """The compiled program that runs `body` on each device's part and leaves its result on every device."""
+    """Returns the compiled program that runs `body` on each device's part and replicates its result."""
     mapped = jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
     return jax.jit(mapped).lower(operands).compile()
 
@@ -74,7 +74,7 @@ _ITEM = {"u8": 1, "s8": 1, "bf16": 2, "f16": 2, "u16": 2, "f32": 4, "s32": 4, "u
 
 
 def compare(base: Any, run: Any, operands: tuple[Any, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Bytes and medians of bf16's program and a quantized one, taking turns."""
+    """Returns bytes and median times of bf16's program and a quantized one, taking turns."""
     times: dict[str, list[float]] = {"bf16": [], "quantized": []}
     calls = [partial(base, operands[0]), partial(run, operands[1])]
     for _ in range(options.rounds):
@@ -98,7 +98,7 @@ def main() -> None:
     sizes = (("rows", 16384), ("columns", 4096), ("weights", 16), ("rounds", 5), ("calls", 20))
     for name, default in sizes:
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--formats", nargs="*", help="of the weights and the activations; all by default")
+    parser.add_argument("--formats", nargs="*", help="formats of the weights and the activations; default: all")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if jax.device_count() < 2:

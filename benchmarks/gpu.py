@@ -2,9 +2,9 @@
 
     python benchmarks/gpu.py --out benchmarks/results
 
-Each input byte that is read and each output byte that is written counts once; amax and cast count their second read. Before a
-kernel is timed its outputs are poisoned and compared with the definition, run on the same GPU. Peers that are not installed are
-left out with a note.
+Each input byte read and each output byte written counts once; "amax and cast" counts the second read too. Before timing, a
+kernel's outputs are poisoned and compared with the definition on the same GPU. Peers that aren't installed are omitted with a
+note.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ CASES = (
 
 
 def milliseconds(run, repeats: int = 100) -> float:
-    """Median over five rounds of one call's device time; the host is kept ahead of the device.
+    """Returns the median device time of one call over five rounds; the host stays ahead of the device.
 
     Short rounds mislead: soon after a comparison with the definition, rounds of 20 calls gave a row kernel 105 us on an H200,
     rounds of 100 calls 95 us, and the copy the same in both.
@@ -92,7 +92,7 @@ def byte_count(*tensors) -> int:
 
 
 class Case:
-    """A kernel call on outputs made beforehand."""
+    """A kernel call on preallocated outputs."""
 
     def __init__(self, x, format: Format, directions: str, mode):
         self.x, self.format, self.directions, self.mode = x, format, directions, mode
@@ -212,7 +212,7 @@ def bench_shape(shape, rows: list, only: str, quick: bool):
 
 
 def host_times(rows: list):
-    """Host microseconds of a call on a small array, the device kept idle enough not to hold the host back."""
+    """Returns the host microseconds of a call on a small array, with a device that never holds the host back."""
     x = torch.randn(256, 256, device="cuda").to(torch.bfloat16)
     case = Case(x, Format.parse("mxfp8_e4m3"), "r", False)
     calls = {"kernel call alone": case, "cuda.quantize": lambda: cuda.quantize(x, "mxfp8_e4m3")}
@@ -253,8 +253,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("benchmarks/results"), help="folder for the JSON file")
     parser.add_argument("--only", default="", help="only formats whose name contains this")
-    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of the shapes, largest first")
-    parser.add_argument("--quick", action="store_true", help="quantize alone")
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="number of shapes, largest first")
+    parser.add_argument("--quick", action="store_true", help="only quantize")
     arguments = parser.parse_args()
     print(cuda_library.status())
     rows: list = []

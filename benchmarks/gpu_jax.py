@@ -1,4 +1,4 @@
-"""Pallas kernels, and the CUDA library from JAX, against a copy on one GPU: bits of a part first, then GB/s.
+"""Times Pallas kernels, and the CUDA library called from JAX, relative to a copy on one GPU, after comparing part of the bits.
 
 Each input byte read and each output byte written counts once. Run: python benchmarks/gpu_jax.py [result.json]
 """
@@ -46,7 +46,7 @@ def bytes_of(tree) -> int:
 
 
 def seconds(function, *arguments, calls: int = 100) -> float:
-    """Best of three loops, after two warm calls."""
+    """Returns the best of three loops, after two warm calls."""
     for _ in range(2):
         jax.block_until_ready(function(*arguments))
     best = float("inf")
@@ -60,7 +60,7 @@ def seconds(function, *arguments, calls: int = 100) -> float:
 
 
 def cases(shape: tuple[int, int], x: jax.Array):
-    """(kernel, direction, function, its arguments, what the first 256 rows of the result must equal)."""
+    """Returns (kernel, direction, function, its arguments, expected first 256 rows of the result)."""
     part = np.asarray(x[:256])
     one = jax.block_until_ready(arrays.tensor_amax(x))
     multiplier = jnp.float32(1.0)
@@ -105,7 +105,7 @@ def _column(format, x, *, rows):
 
 
 def _cast(x, multiplier, *, directions):
-    """Codes alone: who gives the scale has it."""
+    """Returns only codes, because the caller gives the scale."""
     format = Format.parse("fp8_e4m3")
     if directions == ("row",):
         return [arrays.quantize(x, format, amax=multiplier).codes]
@@ -119,7 +119,7 @@ def _ffi(format, x, amax=None, *, both):
 
 
 def _grouped(format, x, *, directions):
-    """Groups of uneven sizes, one of them without rows."""
+    """Returns cases with groups of uneven sizes, one of them empty."""
     shares = np.random.default_rng(0).dirichlet([4.0] * (GROUPS - 1))
     ends = np.rint(np.cumsum([0.0, *shares]) * x.shape[0]).astype(np.int32)
     places = tiles.Tiles.of(jnp.asarray([0, *np.diff(ends)], jnp.int32), x.shape[0], groups.UNIT)
@@ -129,7 +129,7 @@ def _grouped(format, x, *, directions):
 
 
 def against_torch(x: jax.Array) -> list[dict]:
-    """The same kernels from jitted JAX and from PyTorch, in one process and by the host's clock: time over time."""
+    """Compares the same kernels from jitted JAX and from PyTorch in one process, by the host's clock."""
     import torch
     from blockfp.torch_backend.custom_ops import cuda
 

@@ -1,4 +1,4 @@
-"""The peers that gpu.py times: torchao, the definition through torch.compile, and XLA; each only where it is."""
+"""The peers timed by gpu.py: torchao, the definition through torch.compile, and XLA, if installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from blockfp.definition import numerics
 
 
 def peers(x: torch.Tensor, milliseconds: Callable[..., float]) -> Iterator[tuple[str, float, int]]:
-    """(name, milliseconds a call, bytes read and written) of every peer that is installed."""
+    """Returns (name, milliseconds per call, bytes read and written) of every installed peer."""
     size = x.numel()
     mx_bytes = size * 2 + size + size // 32
     compiled = torch.compile(lambda x: numerics.quantize(x, "mxfp8_e4m3")[:2], fullgraph=True, dynamic=False)

@@ -1,16 +1,16 @@
-"""transformers' own Llama and Qwen3 on one GPU: forward, backward and optimizer step of each recipe beside bf16 and torchao.
+"""Times transformers' Llama and Qwen3 on one GPU: forward, backward and optimizer step in each recipe, bf16 and torchao.
 
     python benchmarks/hf_gpu.py [--models llama] [--cases eager compiled graphs] [--contenders bf16 fp8_current] [--out FOLDER]
 
     eager       2,048 tokens
-    compiled    16,384 tokens, each decoder layer compiled by itself
+    compiled    16,384 tokens, each decoder layer compiled separately
     graphs      2,048 tokens, each decoder layer compiled with mode="reduce-overhead": CUDA graphs
 
-Models are made of their configurations (1.1 and 0.9 billion parameters), nothing is downloaded. The decoder layers' linear
-layers are converted. bf16 and torchao take torch's fused AdamW on bfloat16 parameters, recipes take `bfp.AdamW` with its fp32
-masters: of the peak, that is "state" (weights, gradients and optimizer, in bytes a parameter). Milliseconds are medians of
-whole steps and of their parts on the GPU's clock; host_ms is when the host has handed a step to an idle GPU, step_host_ms its
-optimizer's part. Contenders that come after `--seconds` are left out, and named.
+Models are built from their configurations (1.1 and 0.9 billion parameters); nothing is downloaded. The decoder layers' linear
+layers are converted. bf16 and torchao use torch's fused AdamW on bfloat16 parameters, recipes use `bfp.AdamW` with fp32
+masters: "state" is the part of the peak for weights, gradients and optimizer, in bytes per parameter. Milliseconds are medians
+of whole steps and of their parts on the GPU's clock; host_ms is the time in which the host launches a step on an idle GPU,
+step_host_ms its optimizer's part. Contenders that don't fit into `--seconds` are skipped and named.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ GOALS = {
 
 
 class Case(NamedTuple):
-    """One way of training.
+    """One mode of training.
 
     Attributes:
-        tokens: of a step, in sequences of `length`.
+        tokens: tokens of a step, in sequences of `length`.
         compiled: whether each decoder layer is compiled.
-        mode: of torch.compile.
+        mode: mode of torch.compile.
     """
 
     tokens: int
@@ -77,7 +77,7 @@ TINY = {
 
 
 class Clock:
-    """Times on the GPU's clock, or on this process's where there is no GPU."""
+    """Times on the GPU's clock, or on this process's without a GPU."""
 
     def __init__(self):
         self.on_gpu = torch.cuda.is_available()
@@ -90,7 +90,7 @@ class Clock:
         return event
 
     def ms(self, begin: Any, end: Any) -> float:
-        """Milliseconds between two times, once `wait` has been called."""
+        """Returns the milliseconds between two times, once `wait` has been called."""
         return begin.elapsed_time(end) if self.on_gpu else (end - begin) * 1e3
 
     def wait(self) -> None:
@@ -99,7 +99,7 @@ class Clock:
 
 
 def make_model(name: str, contender: str, device: str, small: bool) -> nn.Module:
-    """The model in bfloat16, its decoder layers converted as the contender does."""
+    """Builds the model in bfloat16 and converts its decoder layers for the contender."""
     settings = {**COMMON, **SIZES[name], **(TINY if small else {})}
     if name == "qwen3":
         settings["head_dim"] = settings["hidden_size"] // settings["num_attention_heads"]
@@ -125,7 +125,7 @@ def optimizer_of(contender: str, parameters: list[nn.Parameter]) -> torch.optim.
 
 
 def measure(name: str, case: Case, contender: str, options: argparse.Namespace) -> dict[str, Any]:
-    """A contender's row."""
+    """Returns a contender's row."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = make_model(name, contender, device, options.tiny)
     if case.compiled:
@@ -139,7 +139,7 @@ def measure(name: str, case: Case, contender: str, options: argparse.Namespace) 
     clock = Clock()
 
     def step() -> tuple[list[Any], float]:
-        """A step's times, and how many milliseconds the host was in the optimizer."""
+        """Returns a step's times, and the host's milliseconds in the optimizer."""
         if case.mode is not None:
             torch.compiler.cudagraph_mark_step_begin()
         times = [clock.now()]
@@ -187,7 +187,7 @@ def measure(name: str, case: Case, contender: str, options: argparse.Namespace) 
 
 
 def state_bytes(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of weights as they are stored, of gradients in their dtype, and of the optimizer's state."""
+    """Returns the bytes of stored weights, of gradients in their dtype, and of the optimizer's state."""
     total = 0
     for p in parameters:
         stored = p.parts if isinstance(p, bfp.QuantizedTensor) else [p]
@@ -197,7 +197,7 @@ def state_bytes(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer
 
 
 def forget() -> None:
-    """Gives back what nobody holds any more: compiled code, reference cycles, cached memory."""
+    """Frees compiled code, reference cycles and cached memory."""
     torch._dynamo.reset()
     gc.collect()
     if torch.cuda.is_available():
@@ -205,7 +205,7 @@ def forget() -> None:
 
 
 def rows(options: argparse.Namespace, report: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
-    """A row for each model, case and contender; torchao is compared where it is compiled, as its users run it."""
+    """Yields a row per model, case and contender; torchao is compared where it is compiled, as its users run it."""
     begin, found = time.monotonic(), []
     for name in options.models:
         for case in options.cases:
@@ -246,10 +246,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="*", default=list(CONFIGS), choices=CONFIGS)
     parser.add_argument("--cases", nargs="*", default=["eager", "compiled"], choices=CASES)
     parser.add_argument("--contenders", nargs="*", default=list(CONTENDERS), help="bf16, torchao, RECIPE or RECIPE+high")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--length", type=int, default=2048, help="tokens per sequence")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--warm", type=int, default=3, help="steps before those that are timed")
-    parser.add_argument("--seconds", type=float, default=210, help="no contender begins later")
+    parser.add_argument("--warm", type=int, default=3, help="warm-up steps")
+    parser.add_argument("--seconds", type=float, default=210, help="start no contender after this time")
     parser.add_argument("--tiny", action="store_true", help="models of a few thousand parameters, 64 tokens")
     parser.add_argument("--out", type=Path, help="folder of a JSON file")
     return parser.parse_args(given)

@@ -1,12 +1,12 @@
-"""The host's time and Python frames of a call: quantizing, layers, FSDP2's hooks and optimizer steps, for each recipe.
+"""Counts the host's time and Python frames per call: quantizing, layers, FSDP2's hooks and optimizer steps, for each recipe.
 
     python benchmarks/host.py [--recipes fp8_current nvfp4] [--cases layer adamw] [--out benchmarks/results]
 
-The shapes are small, so that the host is what takes the time. On a GPU the calls are those of users; on a machine without one
-the CUDA path's Python runs on CPU tensors, and launches do nothing (`standin`). Faces of NumPy and JAX run the CPU's kernels.
-Microseconds are the least of many short windows, in which all cases take turns; on a CPU those of torch's own layers and
-optimizer hold their arithmetic. Frames are Python functions that are entered, torch's own too; calls are those of C functions
-from Python, but for those that plans hold ready with their arguments. tests/torch/test_host_cost.py holds the frames.
+Shapes are small, so that the host dominates. On a GPU these are users' calls; without one, the CUDA path's Python runs on CPU
+tensors, and launches do nothing (`standin`). The NumPy and JAX faces run the CPU's kernels. Microseconds are the minimum of
+many short windows in which all cases take turns; on a CPU those of torch's own layers and optimizer include their arithmetic.
+Frames are Python functions entered, torch's included; calls are C functions called from Python, except those that plans hold
+ready with their arguments. tests/torch/test_host_cost.py checks the frames.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ Call = Callable[[], Any]
 
 @dataclass
 class Case:
-    """A case that is timed.
+    """A case to time.
 
     Attributes:
         kind: what the call does.
         name: the recipe or the peer.
-        call: does it once.
-        count: how many of what is counted a call does: parameters of an optimizer step.
+        call: the function to time.
+        count: units per call, such as the parameters of an optimizer step.
         goal: the most times of `torch.add` that it may take, or None.
     """
 
@@ -64,7 +64,7 @@ class Case:
 
 
 def frames_of(call: Call, warm: int = 3) -> tuple[int, int]:
-    """Returns how many Python functions a call enters, and how many C functions they call; the stand-in's own left out."""
+    """Returns how many Python functions a call enters, and how many C functions they call, without the stand-in's own."""
     for _ in range(warm):
         call()
     # The least of three: what is freed meanwhile may call something, too.
@@ -131,7 +131,7 @@ def quantize_cases(recipes: list[str], device: str) -> list[Case]:
 
 
 def face_cases(recipes: list[str]) -> list[Case]:
-    """NumPy's face, and JAX's with its layer: eager, with the CPU's kernels."""
+    """Returns the cases of NumPy's face, and of JAX's with its layer: eager, with the CPU's kernels."""
     import numpy as np
 
     formats = [f for f in dict.fromkeys(blockfp.recipes.parse(recipe).input.format for recipe in recipes) if f is not None]
@@ -192,7 +192,7 @@ def layer_cases(recipes: list[str], device: str) -> list[Case]:
 
 
 class _PlainMLP(nn.Module):
-    """`LayerNormMLP` of torch's own parts."""
+    """A `LayerNormMLP` made of torch's parts."""
 
     def __init__(self):
         super().__init__()
@@ -204,7 +204,7 @@ class _PlainMLP(nn.Module):
 
 
 def module_cases(recipes: list[str], device: str) -> list[Case]:
-    """`LayerNormMLP`, beside one made of torch's own layers, `MultiheadAttention` and `GroupedLinear`."""
+    """Returns the cases of `LayerNormMLP`, the same of torch's own layers, `MultiheadAttention` and `GroupedLinear`."""
     options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "keep_init": False}
     cases = []
     for recipe in (None, *recipes):
@@ -232,7 +232,7 @@ def module_cases(recipes: list[str], device: str) -> list[Case]:
 
 
 def adamw_cases(recipes: list[str], device: str) -> list[Case]:
-    """A step of many parameters, a parameter's share."""
+    """Returns a step of many parameters, counted per parameter."""
     cases = []
     for recipe in (None, *recipes):
         layers = [nn.Linear(FEATURES, 32, bias=False) for _ in range(PARAMETERS)]
@@ -249,7 +249,7 @@ def adamw_cases(recipes: list[str], device: str) -> list[Case]:
 
 
 def cases(kinds: list[str], recipes: list[str], device: str) -> list[Case]:
-    """All cases of these kinds."""
+    """Returns all cases of these kinds."""
     found = base_cases(device)
     makers = {
         "quantize": lambda: quantize_cases(recipes, device),
@@ -266,7 +266,7 @@ def cases(kinds: list[str], recipes: list[str], device: str) -> list[Case]:
 
 @contextlib.contextmanager
 def on(device: str) -> Iterator[None]:
-    """The CUDA path: really on a GPU, with the stand-in on a CPU."""
+    """Runs the CUDA path: on a GPU, or with the stand-in on a CPU."""
     if device == "cuda":
         yield
         return
@@ -275,7 +275,7 @@ def on(device: str) -> Iterator[None]:
 
 
 def least_seconds(found: list[Case], rounds: int, window: float = 2e-3) -> list[float]:
-    """The least time of each call, of windows in which they take turns: other work on the machine only adds to it."""
+    """Returns the minimum time of each call over windows in turn: other work on the machine can only add time."""
     repeats = []
     for case in found:
         for _ in range(3):
@@ -296,7 +296,7 @@ def least_seconds(found: list[Case], rounds: int, window: float = 2e-3) -> list[
 
 
 def measured(found: list[Case], rounds: int) -> list[dict[str, Any]]:
-    """A row for each case."""
+    """Returns a row for each case."""
     seconds = least_seconds(found, rounds)
     rows = []
     for case, best in zip(found, seconds, strict=True):

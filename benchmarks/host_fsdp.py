@@ -1,4 +1,4 @@
-"""The hooks that FSDP2 calls around its gather, for `host`: of a rank of two, whose group sends nothing."""
+"""FSDP2's hooks around its gather, for `host`: one of two ranks, whose group sends nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ RANKS = 2
 
 
 def cases(recipes: list[str], features: int, device: str, *, peers: bool = True) -> list[tuple[str, str, Callable[[], Any]]]:
-    """(kind, recipe, call) of the hooks before and after a gather: quantized weights, those cast before it, and torchao's."""
+    """Returns (kind, recipe, call) of the hooks before and after a gather: quantized weights, weights cast before it, and
+    torchao's.
+    """
     if not dist.is_initialized():
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     mesh = init_device_mesh(device, (RANKS,))

@@ -1,9 +1,10 @@
-"""An MLP of two linear layers on one GPU, forward and backward, compiled: each recipe against bf16, quantization included.
+"""Times an MLP of two linear layers on one GPU, forward and backward, compiled: each recipe against bf16, quantization
+included.
 
     python benchmarks/linear_gpu.py [--tokens 16384] [--features 4096] [--ffn 16384] [--profile RECIPE] [--json FILE]
 
-`RECIPE_exact` multiplies exact operands (`exact_products`), `RECIPE+weights` quantizes weights of high precision at every use.
-Rounds of all contenders take turns, each warmed up by as many steps as are timed; the figure is the median.
+`RECIPE_exact` multiplies exact operands (`exact_products`), `RECIPE+weights` quantizes high-precision weights at every use.
+Contenders take turns in rounds, each warmed up by as many steps as are timed; figures are medians.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class MLP(nn.Module):
 
 
 class Contender:
-    """One recipe's model and what a step of it is."""
+    """One recipe's model and its step."""
 
     def __init__(self, name: str, tokens: int, features: int, ffn: int):
         torch.manual_seed(0)

@@ -1,15 +1,15 @@
-"""An MLP of two linear layers in JAX on one GPU, forward and backward under jit: each recipe against bf16.
+"""Times an MLP of two linear layers in JAX on one GPU, forward and backward under jit: each recipe against bf16.
 
     python benchmarks/linear_gpu_jax.py [--tokens 16384] [--features 4096] [--ffn 16384] [--experts N] [--recipes NAME ...]
 
-Each recipe takes turns with bf16, both warmed up by as many steps as are timed; the figures are medians. A line is printed, and
-the file of `--json` written again, as soon as a recipe is timed. NAME:xla multiplies by `lax.dot_general` where cuBLASLt would
-be called. All contenders are compiled with XLA's defaults; `--no-triton` turns the search for Triton's matrix products, which
-takes long, off for all of them. With sizes small enough it runs on the CPU too, to see that it does.
+Each recipe takes turns with bf16, both warmed up by as many steps as are timed; figures are medians. After each recipe a line
+is printed and the file of `--json` is rewritten. NAME:xla multiplies by `lax.dot_general` instead of cuBLASLt. All contenders
+are compiled with XLA's defaults; `--no-triton` disables the long search for Triton's matrix products for all of them. Small
+sizes also run on the CPU, as a check.
 
-With `--experts` the layers are `grouped_linear` of so many weights, among which the tokens are divided unevenly. bf16 is one
-weight for all tokens then, which is as many operations; "ragged_dot" is bf16 by `lax.ragged_dot`. NAME:apart multiplies one
-expert after another.
+With `--experts` the layers are `grouped_linear` with that many weights, among which the tokens are divided unevenly. bf16 then
+has one weight for all tokens, which is the same number of operations; "ragged_dot" is bf16 by `lax.ragged_dot`. NAME:apart
+multiplies one expert after another.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RECIPES = ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4", "mxfp6",
 
 
 def mlp(x, weights, states, key, sizes, recipe: str):
-    """(y, states): two layers with a GELU between them; grouped where there are sizes."""
+    """Returns (y, states): two layers with a GELU between them; grouped if there are sizes."""
     layer = bfp.linear if sizes is None else partial(bfp.grouped_linear, group_sizes=sizes)
     out = []
     for i, w in enumerate(weights):
@@ -61,7 +61,7 @@ def mlp(x, weights, states, key, sizes, recipe: str):
 
 
 def step(recipe: str, x, weights, states, g, key, sizes):
-    """y, the new states and the gradients of x, the weights and the states: for the latter, the amaxes of the backward."""
+    """Returns y, the new states and the gradients of x, the weights and the states (the backward's amaxes)."""
 
     def loss(x, weights, states):
         y, new = mlp(x, weights, states, key, sizes, recipe)
@@ -72,7 +72,7 @@ def step(recipe: str, x, weights, states, g, key, sizes):
 
 
 def arguments(recipe: str, tokens: int, features: int, ffn: int, experts: int) -> tuple[Any, ...]:
-    """Makes the arguments of `step` behind the recipe."""
+    """Returns the arguments of `step` after the recipe."""
     keys = jax.random.split(jax.random.key(0), 4)
     grouped = experts > 0 and recipe != "bf16"
     shapes = [((experts,) if grouped else ()) + shape for shape in ((ffn, features), (features, ffn))]
@@ -92,7 +92,7 @@ def arguments(recipe: str, tokens: int, features: int, ffn: int, experts: int) -
 
 
 def compiled(name: str, sizes: tuple[int, int, int, int], options: dict[str, Any]) -> tuple[Callable[[], Any], float]:
-    """(a step on arguments of its own, seconds that it took to compile)."""
+    """Returns (a step on its own arguments, the seconds to compile it)."""
     recipe, _, by = name.partition(":")
     operands = arguments(recipe, *sizes)
     by_xla = mock.patch.object(choice, "missing_product", return_value="the benchmark wants XLA's")

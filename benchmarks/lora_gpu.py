@@ -1,19 +1,19 @@
-"""PEFT's LoRA on a gpt-oss model of random weights: memory and time of a step over codes, beside bf16 and bitsandbytes.
+"""Measures PEFT's LoRA on a randomly initialized gpt-oss model: memory and time of a step over codes, bf16 and bitsandbytes.
 
     torchrun --nproc-per-node 1 benchmarks/lora_gpu.py [--layers 24] [--tokens 2048] [--contenders bf16 mxfp4] [--json FILE]
     torchrun --nproc-per-node 2 benchmarks/lora_gpu.py
 
 The shapes are gpt-oss-20b's: width 2880, 32 experts of which each token takes 4, 24 layers, 20.9 billion parameters. All
 projections of attention and both weights of the experts are adapted with rank 16. Decoder layers are checkpointed; on several
-GPUs FSDP2 shards each. Each rank has tokens of its own. Adapters are float32, under autocast to bfloat16, or cast by FSDP2.
+GPUs FSDP2 shards each. Each rank has its own tokens. Adapters are float32, under autocast to bfloat16, or cast by FSDP2.
 
     bf16            PEFT's own layers over bfloat16 weights
     RECIPE          codes and quantized products
     RECIPE+exact    codes, dequantized in products: inputs and gradients stay in bfloat16, as with QLoRA
     bitsandbytes    NF4 with double quantization, experts too; on one GPU: FSDP2 would replicate its weights
 
-Weights are GiB after sharding, before the first step; the peak is that of a whole step. Milliseconds are the median. "counted"
-has the bytes of a rank's parameters and of what belongs to them (scales, bitsandbytes' constants): known without a GPU.
+Weights are GiB after sharding, before the first step; the peak covers a whole step. Milliseconds are medians. "counted" has the
+bytes of a rank's parameters and their scales and constants, which needs no GPU.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TINY = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "num_attenti
 
 
 def config_of(options: argparse.Namespace) -> GptOssConfig:
-    """The model's shapes: gpt-oss-20b's, or a few thousand parameters."""
+    """Returns gpt-oss-20b's shapes, or those of a model of a few thousand parameters."""
     sizes: dict[str, Any] = {**TINY, "vocab_size": 128, "num_local_experts": 4} if options.tiny else {"num_local_experts": 32}
     kinds = ["sliding_attention", "full_attention"] * (options.layers // 2 + 1)
     shape = {"num_hidden_layers": options.layers, "layer_types": kinds[: options.layers], "use_cache": False}
@@ -54,7 +54,7 @@ def config_of(options: argparse.Namespace) -> GptOssConfig:
 
 
 def make_model(contender: str, device: torch.device, options: argparse.Namespace) -> nn.Module:
-    """The adapted model in bfloat16, its decoder layers' weights as the contender keeps them."""
+    """Builds the adapted model in bfloat16, with its decoder layers' weights in the contender's form."""
     config = config_of(options)
     torch.manual_seed(0)
     with torch.device(device):
@@ -79,7 +79,7 @@ def make_model(contender: str, device: torch.device, options: argparse.Namespace
 
 
 def to_bitsandbytes(layer: nn.Module, device: torch.device) -> None:
-    """Makes a decoder layer's linear layers and experts NF4."""
+    """Converts a decoder layer's linear layers and experts to NF4."""
     import bitsandbytes
     from bitsandbytes.nn.parametrize import replace_parameter_4bit
 
@@ -100,7 +100,7 @@ def to_bitsandbytes(layer: nn.Module, device: torch.device) -> None:
 
 
 def without_the_last(wrapper: Any) -> None:
-    """Takes off the parametrization that was put on last."""
+    """Removes the parametrization that was added last."""
     layer, name = wrapper.get_base_layer(), wrapper.parameter_name
     found = layer.parametrizations[name]
     if len(found) == 1:
@@ -110,7 +110,7 @@ def without_the_last(wrapper: Any) -> None:
 
 
 def counted_bytes(model: nn.Module) -> int:
-    """The bytes of a rank's parameters, with their scales and constants."""
+    """Returns the bytes of a rank's parameters, with their scales and constants."""
     held: list[torch.Tensor] = []
     states = [getattr(module, "quant_state", None) for module in model.modules()]
     for param in model.parameters():
@@ -137,7 +137,7 @@ def shard(model: nn.Module) -> None:
 
 
 def measure(contender: str, device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
-    """A contender's row."""
+    """Returns a contender's row."""
     if contender == "bitsandbytes" and dist.get_world_size() > 1:
         raise ImportError("FSDP2 doesn't shard its weights")
     cuda = device.type == "cuda"
@@ -179,7 +179,7 @@ def measure(contender: str, device: torch.device, options: argparse.Namespace) -
 
 
 def reported(contender: str, device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
-    """A contender's row; why it has no figures, where it is another library's and fails, or doesn't fit."""
+    """Returns a contender's row, or the reason without figures if another library fails or memory runs out."""
     try:
         return measure(contender, device, options)
     except torch.OutOfMemoryError:
@@ -194,9 +194,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contenders", nargs="*", default=list(CONTENDERS), help="bf16, bitsandbytes, RECIPE or RECIPE+exact")
     parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--tokens", type=int, default=2048, help="of a rank, in one sequence")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens per rank, in one sequence")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--warm", type=int, default=2, help="steps before those that are measured")
+    parser.add_argument("--warm", type=int, default=2, help="warm-up steps")
     parser.add_argument("--tiny", action="store_true", help="a model of a few thousand parameters")
     parser.add_argument("--json", type=Path, help="a file to write")
     return parser.parse_args(given)

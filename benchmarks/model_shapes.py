@@ -1,4 +1,4 @@
-"""Linear weights of released models, from their published configurations, and how meshes of ranks cut them."""
+"""Linear weights of released models, from their published configurations, and how meshes shard them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Weight:
     """Weights of one shape.
 
     Attributes:
-        name: of one of them.
+        name: name of one of them.
         shape: [out, in], or [experts, out, in].
         count: how many there are.
-        kind: which way tensor parallelism cuts them ("column": their outputs, "row": their inputs), or "experts".
+        kind: how tensor parallelism shards them ("column": outputs, "row": inputs), or "experts".
     """
 
     name: str
@@ -77,10 +77,10 @@ class Parallelism:
     """The number of ranks along each mesh axis.
 
     Attributes:
-        shard: ranks that FSDP cuts a dense weight among.
+        shard: ranks over which FSDP shards a dense weight.
         replicate: copies of that (HSDP).
-        tensor: ranks that tensor parallelism cuts it among.
-        expert: ranks among which experts are divided; FSDP cuts each expert among the others.
+        tensor: ranks over which tensor parallelism shards it.
+        expert: ranks among which experts are divided; FSDP shards each expert over the others.
     """
 
     shard: int

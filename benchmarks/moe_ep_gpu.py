@@ -1,9 +1,9 @@
-"""A mixture of experts that ranks share, forward and backward: tokens dispatched as codes, beside bf16 and grouped_mm.
+"""Times a mixture of experts over several ranks, forward and backward: tokens dispatched as codes, bf16 and grouped_mm.
 
     torchrun --nproc-per-node 2 benchmarks/moe_ep_gpu.py [--recipes mxfp8 fp8_block fp8_current] [--tokens 8192] [--json FILE]
 
-The layer is Qwen3's: 128 experts, 8 for each token, 2048 features, 768 of an expert. Each rank has tokens of its own. Bytes are
-those that a rank sends in one step, to itself included. Contenders take turns; the figure is the median.
+The layer is Qwen3's: 128 experts, 8 per token, 2048 features, 768 per expert. Each rank has its own tokens. Bytes are what a
+rank sends in one step, including to itself. Contenders take turns; figures are medians.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXPERTS, CHOICES, FEATURES, INNER = 128, 8, 2048, 768
 
 
 class Layer(nn.Module):
-    """A router, and gated experts: this rank's."""
+    """A router, and this rank's gated experts."""
 
     def __init__(self, recipe: str | None, device: torch.device):
         super().__init__()
@@ -71,7 +71,7 @@ class Layer(nn.Module):
 
 
 def bytes_sent(recipe: str | None, tokens: int) -> float:
-    """Bytes that a rank sends in one step: rows there and back, forward and backward."""
+    """Returns the bytes that a rank sends in one step: rows there and back, forward and backward."""
     rows = 2.0 * tokens * CHOICES * FEATURES
     if recipe is None:
         return 4 * rows
@@ -96,7 +96,7 @@ def step_of(recipe: str | None, x: Tensor, gradient: Tensor) -> Callable[[], Non
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--recipes", nargs="*", default=["mxfp8", "fp8_block", "fp8_current"])
-    parser.add_argument("--tokens", type=int, default=8192, help="of each rank")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens per rank")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -1,10 +1,11 @@
-"""Experts on one GPU, forward and backward: each recipe's grouped layer against bf16's `grouped_mm`, and a whole MoE layer.
+"""Times experts on one GPU, forward and backward: each recipe's grouped layer against bf16's `grouped_mm`, and a whole MoE
+layer.
 
     python benchmarks/moe_gpu.py [--recipes fp8_current fp8_block mxfp8] [--rounds 3] [--profile RECIPE] [--json FILE]
 
-Rows per expert are uneven, drawn from a Dirichlet distribution, and stay on the device. Rounds of all contenders take turns,
-each warmed up by as many steps as are timed; the figure is the median. The MoE layer is Qwen3's (128 experts, 8 for each token,
-2048 features, 768 of an expert): routing, permutation, experts and combination, eager and compiled.
+Rows per expert are uneven, drawn from a Dirichlet distribution, and stay on the device. Contenders take turns in rounds, each
+warmed up by as many steps as are timed; figures are medians. The MoE layer is Qwen3's (128 experts, 8 per token, 2048 features,
+768 per expert): routing, permutation, experts and combination, eager and compiled.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ GOALS = {SHAPES[0]: 5.8, SHAPES[1]: 0.95, SHAPES[2]: 3.3}
 
 
 def uneven(experts: int, tokens: int) -> Tensor:
-    """Rows of each expert: some have several times as many as others."""
+    """Returns the rows of each expert: some have several times as many as others."""
     torch.manual_seed(1)
     shares = torch.distributions.Dirichlet(torch.full((experts,), 4.0)).sample()
     ends = (shares.cumsum(0) / shares.sum() * tokens).round().long()
@@ -63,7 +64,7 @@ def layer_step(recipe: str | None, counts: Tensor, x: Tensor, gradient: Tensor, 
 
 
 class Experts(nn.Module):
-    """Qwen3's sparse block: a router, and gated experts that each token has a few of."""
+    """Qwen3's sparse block: a router, and gated experts of which each token uses a few."""
 
     def __init__(self, recipe: str | None, features: int = 2048, inner: int = 768, experts: int = 128, chosen: int = 8):
         super().__init__()
@@ -118,9 +119,9 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="*", default=["fp8_current", "fp8_block", "mxfp8"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=8192, help="of the MoE layer")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of the MoE layer")
     parser.add_argument("--profile", nargs="*", default=[])
-    parser.add_argument("--no-block", action="store_true", help="leaves out the MoE layer")
+    parser.add_argument("--no-block", action="store_true", help="skip the MoE layer")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     assert cuda_library.available(), cuda_library.status()

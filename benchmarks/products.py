@@ -1,11 +1,10 @@
-"""TFLOP/s of FP8 products on one Hopper GPU: our own kernel, cuBLASLt, PyTorch's, bf16, and DeepGEMM where it is.
+"""Measures TFLOP/s of FP8 products on one Hopper GPU: blockfp's kernel, cuBLASLt, PyTorch's, bf16, and DeepGEMM if installed.
 
     python benchmarks/products.py [--kinds squares rows ..] [--tiles] [--out products.json] [--table]
 
-Values are Gaussian; scales are in the order that the kernels read, but for `as called`, which has them as they are
-stored. Kinds take turns, each for about 12 ms, so that all find the GPU as warm; a figure is the median of eight turns.
-`--tiles` adds a figure for each shape of the own kernel's tiles, `--table` writes what was found to
-blockfp/kernels/product_table.py, by which products choose.
+Values are Gaussian; scales are in the kernels' order, except for `as called`, which has them as stored. Kinds take turns, each
+for about 12 ms, so that all find the GPU equally warm; figures are medians of eight turns. `--tiles` adds a figure for each
+tile shape of the own kernel, `--table` writes the results to blockfp/kernels/product_table.py, by which products choose.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ TURNS, SECONDS = 9, 0.012
 
 
 def measure(kinds: dict[str, Callable[[], object]], operations: float) -> dict[str, int | str]:
-    """TFLOP/s of each kind, or the error that it raises."""
+    """Returns the TFLOP/s of each kind, or the error that it raises."""
     found: dict[str, int | str] = {}
     for name, run in list(kinds.items()):
         try:
@@ -85,7 +84,7 @@ def ordered(scales: torch.Tensor) -> torch.Tensor:
 
 
 class Product:
-    """Calls of the library's product of two operands, that write to `out`."""
+    """Calls the library's product of two operands, writing to `out`."""
 
     def __init__(self, a, b, out: torch.Tensor, ends: torch.Tensor | None = None, along_k: bool = False):
         self.a, self.b, self.out, self.ends = a, b, out, ends
@@ -121,7 +120,7 @@ def own_kinds(product: Product, tiles: bool) -> dict[str, Callable[[], object]]:
 
 @functools.cache
 def deep_gemm_package() -> ModuleType | None:
-    """DeepGEMM; without it says why, once. An OSError is that of a library which was built for another torch."""
+    """Returns DeepGEMM, or says once why it is missing. An OSError comes from a library built for another torch."""
     try:
         import deep_gemm
     except (ImportError, OSError) as error:
@@ -131,7 +130,7 @@ def deep_gemm_package() -> ModuleType | None:
 
 
 def deep_gemm(a, b, out: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """DeepGEMM's product of 1x128 by 128x128, where its package is."""
+    """Returns DeepGEMM's product of 1x128 by 128x128, if installed."""
     package = deep_gemm_package()
     if package is None:
         return {}
@@ -164,7 +163,7 @@ def dense(m: int, n: int, k: int, formats: tuple[str, str], tiles: bool) -> dict
 
 
 def split(groups: int, rows: int) -> torch.Tensor:
-    """Ends of uneven groups, in device memory."""
+    """Returns the ends of uneven groups, in device memory."""
     shares = 0.5 + torch.rand(groups, generator=torch.Generator().manual_seed(0))
     ends = (shares.cumsum(0) / shares.sum() * rows).round().int()
     ends[-1] = rows
@@ -181,7 +180,7 @@ def by_rows(groups: int, m: int, n: int, k: int, formats: tuple[str, str], tiles
 
 
 def along_k(groups: int, rows: int, n: int, k: int, formats: tuple[str, str], tiles: bool) -> dict[str, int | str]:
-    """Gradients of the weights [n, k] of each group. Codes are quantized as they lie: only where groups begin counts here."""
+    """Times weight gradients [n, k] of each group. Codes are quantized as laid out, since only group starts matter here."""
     ends, padded = split(groups, rows), columns_for(rows, groups)
     g, x = (torch.randn(lines, padded, device="cuda", dtype=torch.bfloat16) for lines in (n, k))
     out = torch.empty(groups, n, k, device="cuda", dtype=torch.bfloat16)
@@ -201,7 +200,7 @@ KINDS = {
 
 
 def write_table(results: dict) -> None:
-    """Puts the figures of own kernel and cuBLASLt into the table that products choose by; kinds that were not measured stay."""
+    """Writes figures of own kernel and cuBLASLt into the table by which products choose; kinds not measured are kept."""
     path, measured = Path(product_table.__file__), dict(product_table.MEASURED)
     for kind, theirs in (("squares", ""), ("rows", ""), ("tensor", ""), ("tensor fast", " fast")):
         found = results.get(kind.split()[0], {}).items()

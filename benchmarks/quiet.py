@@ -1,4 +1,4 @@
-"""Timing on a machine that others use too: a figure taken while they were busy is taken again."""
+"""Timing on a shared machine: figures taken while other processes were busy are taken again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STAT = Path("/proc/stat")
 
 
 class Stopwatch:
-    """Median times of calls, and how many of them could not be taken in quiet.
+    """Median times of calls, and how many could not be taken undisturbed.
 
     Args:
         patience: seconds to wait for quiet, over all calls together.
@@ -28,7 +28,7 @@ class Stopwatch:
         self.disturbed = 0
 
     def seconds(self, call: Callable[[], Any], budget: float = 0.5) -> float:
-        """Median time of a call: two to warm up, then at least 3 and at most 30 within the budget."""
+        """Returns the median time of a call: two warm-ups, then 3 to 30 calls within the budget."""
         call()
         start = time.perf_counter()
         call()
@@ -53,7 +53,7 @@ class Stopwatch:
 
 
 def _others() -> float:
-    """Seconds of processor time that went to other processes and to other machines of the host; 0 where no one knows."""
+    """Returns the processor seconds of other processes and of the host's other machines; 0 if unknown."""
     if not _STAT.exists():
         return 0.0
     user, nice, system, _, _, irq, softirq, steal = map(int, _STAT.read_text().split("\n", 1)[0].split()[1:9])

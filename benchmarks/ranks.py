@@ -1,4 +1,4 @@
-"""Parts of the benchmarks on several GPUs: starting the ranks, a step's time, one contender after another, the report."""
+"""Shared parts of the multi-GPU benchmarks: starting ranks, timing a step, running contenders one after another, reporting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 
 def start() -> torch.device:
-    """This rank's device, of a process group over all that torchrun has started. Without GPUs, what is timed is zero."""
+    """Returns this rank's device, with a process group over all ranks of torchrun. Without GPUs, all times are zero."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -25,7 +25,7 @@ def start() -> torch.device:
 
 
 def timed(step: Callable[[], None]) -> float:
-    """Milliseconds of one step on this rank's GPU."""
+    """Returns the milliseconds of one step on this rank's GPU."""
     if not torch.cuda.is_available():
         step()
         return 0.0
@@ -38,7 +38,7 @@ def timed(step: Callable[[], None]) -> float:
 
 
 def peak_bytes(step: Callable[[], object]) -> int:
-    """Most bytes that were allocated on this rank's GPU in a step."""
+    """Returns the peak bytes allocated on this rank's GPU in a step."""
     if not torch.cuda.is_available():
         step()
         return 0
@@ -48,14 +48,14 @@ def peak_bytes(step: Callable[[], object]) -> int:
 
 
 def slowest(figures: Iterable[float], device: torch.device) -> list[float]:
-    """Each figure's largest value on any rank."""
+    """Returns each figure's largest value over ranks."""
     found = torch.tensor(list(figures), dtype=torch.float64, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return found.tolist()
 
 
 def measured(names: Iterable[str], measure: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row of each contender, in memory that the one before has left; rank 0 prints them as they come."""
+    """Returns a row per contender, each starting with freed memory; rank 0 prints them as they come."""
     rows = []
     for name in names:
         try:
@@ -69,13 +69,13 @@ def measured(names: Iterable[str], measure: Callable[[str], dict[str, Any]]) -> 
 
 
 def say(what: str) -> None:
-    """Rank 0 prints what it is about to do, so that who waits knows for what."""
+    """Prints on rank 0 what it is about to do."""
     if dist.get_rank() == 0:
         print(what, flush=True)
 
 
 def forget() -> None:
-    """Gives back what nobody holds any more: compiled code, reference cycles, cached memory."""
+    """Frees compiled code, reference cycles and cached memory."""
     torch._dynamo.reset()
     gc.collect()
     if torch.cuda.is_available():
@@ -83,7 +83,7 @@ def forget() -> None:
 
 
 def report(path: Path, rows: list[dict[str, Any]], **about: Any) -> None:
-    """Rank 0 writes a JSON file of the rows, the machine, and what else is said about them."""
+    """Writes, on rank 0, a JSON file of the rows, the machine, and further remarks."""
     if dist.get_rank() == 0:
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
@@ -94,7 +94,7 @@ def report(path: Path, rows: list[dict[str, Any]], **about: Any) -> None:
 
 
 def finish() -> None:
-    """Ends this process, without destroying the groups: that hangs where a CUDA graph has recorded one of their collectives."""
+    """Ends this process without destroying the groups, which hangs if a CUDA graph has recorded one of their collectives."""
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)

@@ -1,12 +1,12 @@
-"""FSDP2's reduce-scatter of gradients in bf16 and as codes: bytes, milliseconds, and the curve of a training run.
+"""Measures FSDP2's reduce-scatter of gradients in bf16 and as codes: bytes, milliseconds, and a training curve.
 
     torchrun --nproc-per-node 2 benchmarks/reduce_scatter_gpu.py
     torchrun --nproc-per-node 2 benchmarks/reduce_scatter_gpu.py --width 64 --hidden 256 --layers 2 --train 20    # on a CPU
 
-For every contender: the bytes that a rank sends in the reduce-scatters of a step; milliseconds of the reduction of one block's
-gradients by itself (its copy into FSDP2's buffer included), and of a step of a stack of MLPs (both the median of timed ones,
-slowest rank; zero on a CPU); and the losses of a byte-level transformer in bf16, from the same weights on the same bytes, with
-the largest distance from the first contender's curve. (There, sums are rounded to fp32, in "bf16" too.)
+For every contender: the bytes that a rank sends in a step's reduce-scatters; milliseconds of one block's reduction alone
+(including the copy into FSDP2's buffer), and of a step of a stack of MLPs (both medians, slowest rank; zero on a CPU); and the
+losses of a byte-level transformer in bf16, from the same weights on the same bytes, with the largest distance from the first
+contender's curve. (There, sums are rounded to fp32, in "bf16" too.)
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ GOAL = 0.52
 
 
 class _Given(torch.autograd.Function):
-    """A sum whose gradient is given: nothing is worked out."""
+    """A sum with a given gradient; it computes nothing."""
 
     @staticmethod
     def forward(ctx, parameter, gradient):
@@ -54,7 +54,7 @@ class _Given(torch.autograd.Function):
 
 
 class Gradients(nn.Module):
-    """The parameters of a block, with gradients that are there already."""
+    """The parameters of a block, with existing gradients."""
 
     def __init__(self, block: nn.Module):
         super().__init__()
@@ -66,7 +66,7 @@ class Gradients(nn.Module):
 
 @contextlib.contextmanager
 def sent_bytes() -> Iterator[list[float]]:
-    """Gathers the bytes that this rank sends to others in reduce-scatters and all-to-alls."""
+    """Collects the bytes that this rank sends to others in reduce-scatters and all-to-alls."""
     sizes: list[float] = []
     # What FSDP2 calls: the first from torch 2.13 on.
     names = [n for n in ("reduce_scatter_single", "reduce_scatter_tensor", "all_to_all_single") if hasattr(dist, n)]
@@ -95,14 +95,14 @@ def sent_bytes() -> Iterator[list[float]]:
 
 
 def applied(model: nn.Module, contender: str) -> nn.Module:
-    """Lets a sharded model reduce its gradients as a contender does."""
+    """Makes a sharded model reduce its gradients as a contender does."""
     if contender != "bf16":
         quantize_reduce_scatter(model, contender)
     return model
 
 
 def reduction(contender: str, options: argparse.Namespace, device: torch.device) -> float:
-    """Milliseconds in which the gradients of a block are reduced."""
+    """Returns the milliseconds of reducing a block's gradients."""
     with torch.device(device):
         model = Gradients(fsdp2_gpu.MLPBlock(options.width, options.hidden))
         gradients = [torch.randn(p.shape, dtype=torch.bfloat16) for p in model.parameters()]
@@ -120,7 +120,7 @@ def reduction(contender: str, options: argparse.Namespace, device: torch.device)
 
 
 def stack(contender: str, options: argparse.Namespace, device: torch.device) -> dict[str, float]:
-    """The bytes and milliseconds of a step of a stack of MLPs, and its peak memory."""
+    """Returns the bytes and milliseconds of a step of a stack of MLPs, and its peak memory."""
     torch.manual_seed(0)
     with torch.device(device):
         blocks = nn.Sequential(*(fsdp2_gpu.MLPBlock(options.width, options.hidden) for _ in range(options.layers)))
@@ -148,7 +148,7 @@ def stack(contender: str, options: argparse.Namespace, device: torch.device) -> 
 
 
 def curve(contender: str, options: argparse.Namespace, device: torch.device) -> list[float]:
-    """The mean loss of all ranks at each step of training."""
+    """Returns the mean loss of all ranks at each step of training."""
     config, (text, _) = byte_text.Config(), byte_text.read_text()
     model = applied(train_fsdp2.build(config, "bf16", 0, device), contender)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
@@ -185,12 +185,14 @@ def measure(contender: str, options: argparse.Namespace, device: torch.device, f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--contenders", default="bf16,mxfp8_e5m2,mxfp8_e4m3,fp8_e4m3_1x128", help="the first is compared with")
-    parser.add_argument("--tokens", type=int, default=4096, help="of one GPU")
+    parser.add_argument(
+        "--contenders", default="bf16,mxfp8_e5m2,mxfp8_e4m3,fp8_e4m3_1x128", help="the others are compared with the first"
+    )
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens per GPU")
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=16384)
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=10, help="timed ones")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps")
     parser.add_argument("--train", type=int, default=500, help="steps of the training run")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the JSON file")
     options = parser.parse_args()

@@ -1,12 +1,12 @@
-"""The price of a run that no mesh changes: a training step of `bfp.Reproducible` beside the usual one, on any number of ranks.
+"""Measures the cost of reproducible runs: a training step of `bfp.Reproducible` and the usual one, on any number of ranks.
 
     torchrun --nproc-per-node 1 benchmarks/reproducible.py                       # one GPU, or the CPU (--width 512 --layers 2)
     torchrun --nproc-per-node 4 benchmarks/reproducible.py --tp 2 --splits 2     # FSDP 2 x TP 2
 
-"usual" takes a rank's batch at once, "units" one unit after another and reduces gradients once. Both leave out splits and sum
+"usual" takes a rank's batch at once; "units" runs one unit after another and reduces gradients once. Both omit splits and sum
 as the library does. "reproducible" is the mode. All three are in memory together and take turns, a step each. A row has the
 milliseconds of a step (median, slowest rank) and their ratio to the usual ones (median of the turns). "peak_gib" is the most
-memory that a rank takes in a step, above what the three models hold.
+memory that a rank takes in a step, in addition to the three models.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WAYS = ("usual", "units", "reproducible")
 
 
 def model_of(way: str, options: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> nn.Module:
-    """The blocks, cut and sharded as a way wants them."""
+    """Builds the blocks, parallelized and sharded for a mode."""
     torch.manual_seed(0)
     how = {"recipe": options.recipe, "norm": "rms_norm", "activation": "swiglu", "bias": False}
     with torch.device(device):
@@ -47,7 +47,7 @@ def model_of(way: str, options: argparse.Namespace, mesh: DeviceMesh, device: to
 
 
 def step_of(way: str, options: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> Callable[[], None]:
-    """One training step of a way."""
+    """Returns one training step of a mode."""
     model = model_of(way, options, mesh, device)
     optimizer = bfp.AdamW(model.parameters(), lr=1e-4)
     own = options.units // mesh["dp"].size()
@@ -73,7 +73,7 @@ def step_of(way: str, options: argparse.Namespace, mesh: DeviceMesh, device: tor
 
 
 def milliseconds(step: Callable[[], None], device: torch.device) -> float:
-    """Wall time of a step of the slowest rank, up to the last kernel."""
+    """Returns the wall time of a step on the slowest rank, up to the last kernel."""
     dist.barrier()
     start = time.perf_counter()
     step()
@@ -85,10 +85,10 @@ def milliseconds(step: Callable[[], None], device: torch.device) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="mxfp8")
-    parser.add_argument("--tp", type=int, default=1, help="ranks of tensor parallelism; FSDP2 has the others")
-    parser.add_argument("--splits", type=int, default=0, help="pieces of what tensor parallelism cuts; 0 for no pieces")
-    parser.add_argument("--units", type=int, default=8, help="sequences of a batch, on all ranks together")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks; FSDP2 has the others")
+    parser.add_argument("--splits", type=int, default=0, help="pieces of tensor-parallel layers; 0: none")
+    parser.add_argument("--units", type=int, default=8, help="sequences per batch, over all ranks")
+    parser.add_argument("--length", type=int, default=2048, help="tokens per sequence")
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--hidden", type=int, default=6144)
     parser.add_argument("--layers", type=int, default=6)

@@ -1,11 +1,11 @@
-"""Plans for models of hundreds of billions of parameters on up to 16,384 ranks, from blockfp's pure functions alone.
+"""Computes plans for models of hundreds of billions of parameters on up to 16,384 ranks, by blockfp's pure functions.
 
     python benchmarks/scale.py [--out scale.json] [--seed 0] [--cut-outs 200]
 
-For each model, mesh and recipe: the bytes a rank holds, and receives in one gather of all weights by FSDP; the blocks that lie
-on several ranks, and what their amaxes cost; the time and the memory of planning itself, for plans made for the first time.
-Then cut-outs, small weights whose cuts fall inside the same blocks, go through `simulate`: every rank's gathered codes and
-scales must be those of the whole weight, bit for bit. Any difference ends the program with 1.
+For each model, mesh and recipe: the bytes a rank holds, and receives in one FSDP gather of all weights; the blocks that several
+ranks share, and the cost of their amaxes; the time and memory of planning itself, without cached plans. Then cut-outs, small
+weights whose boundaries divide the same blocks, go through `simulate`: every rank's gathered codes and scales must equal the
+whole weight's, bit for bit. Any difference ends the program with 1.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LARGEST_CHUNK = 96
 
 @dataclass
 class Row:
-    """One model on one mesh in one recipe; bytes are those of rank 0, which has the most.
+    """One model on one mesh in one recipe; bytes are rank 0's, the largest.
 
     Attributes:
         held: bytes of codes and scales that the rank keeps.
@@ -44,12 +44,12 @@ class Row:
         received: bytes that it receives when FSDP gathers every weight once.
         received_bf16: the same in bfloat16.
         blocks: blocks of all weights.
-        straddling: those of them that lie on several ranks.
-        reductions: max-reductions after a step of the optimizer: one for a weight and direction; they can be sent together.
-        reduced: bytes that the rank gives to them.
-        plan_ms: milliseconds to plan a weight's quantization and gather for the first time: the median.
-        plan_ms_most: and the longest.
-        plan_mib: MiB that making all of these plans took at most.
+        straddling: blocks that several ranks share.
+        reductions: max-reductions after an optimizer step, one per weight and direction; they can be sent together.
+        reduced: bytes that the rank contributes to them.
+        plan_ms: median milliseconds to plan a weight's quantization and gather for the first time.
+        plan_ms_most: the longest.
+        plan_mib: peak MiB of making all of these plans.
     """
 
     model: str
@@ -71,7 +71,7 @@ class Row:
 
 
 def made(sharding: Sharding, format: Format) -> tuple[Quantize, tuple[Gather, ...]]:
-    """A weight's quantization and FSDP's gather of it, planned anew, with what a rank asks of them."""
+    """Plans a weight's quantization and FSDP gather from scratch, with what a rank asks of the plans."""
     quantize = plans.quantize_shards.__wrapped__(format, sharding).steps[-1]
     gathers = plans.gather_weight.__wrapped__(format, sharding, ("fsdp",)).steps
     for gather in gathers:
@@ -80,7 +80,7 @@ def made(sharding: Sharding, format: Format) -> tuple[Quantize, tuple[Gather, ..
 
 
 def planned(weights: list[Weight], mesh: Parallelism, row: Row) -> Row:
-    """The row, filled."""
+    """Returns the completed row."""
     format, times = Format.parse(row.format), []
     tracemalloc.start()
     found = [made(mesh.sharding(weight), format) for weight in weights]
@@ -132,7 +132,7 @@ def add(row: Row, weight: Weight, quantize: Quantize, gathers: tuple[Gather, ...
 
 
 def cut_out(sharding: Sharding, rng: np.random.Generator) -> Sharding:
-    """A small weight on few ranks: parts as long as the original's but for a multiple of 128, and a random end."""
+    """Returns a small weight on few ranks: parts congruent to the original's modulo 128, and a random end."""
     counts = [int(min(size, rng.integers(2, 5))) for size in sharding.mesh.shape]
     mesh, shape = Mesh(counts, sharding.mesh.names), []
     for dim, size in enumerate(sharding.shape):
@@ -150,7 +150,7 @@ def cut_out(sharding: Sharding, rng: np.random.Generator) -> Sharding:
 
 
 def differing_bits(sharding: Sharding, format: Format, rng: np.random.Generator) -> int:
-    """Bits in which what ranks have after quantizing and gathering differs from the quantization of the whole."""
+    """Counts the bits in which the ranks' quantized and gathered weight differs from the quantization of the whole."""
     x = (rng.standard_normal(sharding.shape) * np.exp2(rng.integers(-8, 9, sharding.shape))).astype(np.float32)
     shards = simulate.run(plans.quantize_shards(format, sharding), simulate.shards(x, sharding))
     shards = [numerics.Quantized(local.codes, local.scales, local.tensor_scale) for local in shards]

@@ -1,4 +1,4 @@
-"""A small transformer whose layers are scanned, and how long a step of it takes from `jax.jit` to a compiled program."""
+"""A small transformer with scanned layers, and the time from `jax.jit` to a compiled step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _normalized(x):
 
 
 def step_of(recipe: str):
-    """`value_and_grad` of the model's loss, its six products a layer by a recipe or as they are ("none")."""
+    """Returns `value_and_grad` of the model's loss, with six products per layer by a recipe or unquantized ("none")."""
 
     def multiply(x, w, key):
         return x @ w.T if recipe == "none" else bfp.linear(x, w, recipe=recipe, key=key if recipe == "nvfp4" else None)
@@ -55,7 +55,7 @@ def step_of(recipe: str):
 
 
 def compiled(recipe: str, *, implementation: str | None, times: int = 3) -> Compiled:
-    """The quickest of several compilations, nothing cached; `implementation` "xla" compiles the definition."""
+    """Returns the fastest of several compilations without caches; `implementation` "xla" compiles the definition."""
     rng = np.random.default_rng(0)
     params = {name: jnp.asarray(rng.standard_normal((LAYERS, *shape), np.float32)) for name, shape in SHAPES.items()}
     x, best, lines = jnp.ones((TOKENS, WIDTH)), float("inf"), 0

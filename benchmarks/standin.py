@@ -1,11 +1,11 @@
-"""A stand-in for a GPU: the Python code of the CUDA path runs on CPU tensors, and launches do nothing, or what one says.
+"""A stand-in for a GPU: the Python code of the CUDA path runs on CPU tensors, and launches do nothing or call given functions.
 
     with standin.launches():
-        layer(x)        # what the host does of it on a Hopper GPU; the values are not those of the product
+        layer(x)        # the host's work on a Hopper GPU; the values are not the product's
 
-It is for times and counts of the host's work where no GPU is. Functions of the CUDA library are replaced by one that takes
-the same arguments through the same FFI and returns, products by new memory, and CPU tensors say that they are CUDA tensors.
-Tests give functions that compute.
+It measures the host's time and calls without a GPU. Functions of the CUDA library are replaced by one that takes the same
+arguments through the same FFI and returns, products return new memory, and CPU tensors claim to be CUDA tensors. Tests pass
+functions that compute.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Replacement = tuple[Callable[..., Any], Callable[..., Any]]
 
 
 def _idle() -> dict[str, Callable[..., Any]]:
-    """The library's functions, none of which does anything."""
+    """Returns the library's functions, none of which does anything."""
     import tvm_ffi
 
     nothing = tvm_ffi.get_global_func("testing.nop")
@@ -54,11 +54,11 @@ def _idle() -> dict[str, Callable[..., Any]]:
 def launches(
     functions: Mapping[str, Callable[..., Any]] | None = None, torchs: Sequence[Replacement] | None = None
 ) -> Iterator[None]:
-    """Lets CPU tensors take the CUDA path until the block ends. Layers and tensors must have been made before it.
+    """Makes CPU tensors take the CUDA path until the block ends. Create layers and tensors before it.
 
     Args:
         functions: the library's; by default they do nothing.
-        torchs: functions of torch's, each with what stands for it; by default its products do nothing.
+        torchs: functions of torch's with their replacements; by default its products do nothing.
     """
     idle = functions is None
     functions = {**(_idle() if functions is None else functions), "cublas_version": lambda: CUBLAS}
@@ -85,7 +85,7 @@ def launches(
 
 
 def _forget_plans() -> None:
-    """Drops what was worked out for CPU tensors before, or with a stand-in."""
+    """Drops plans made for CPU tensors before, or with a stand-in."""
     _routes.cache_clear()
     product_plans.plan.cache_clear()
     with switch.definition_only():
@@ -102,7 +102,7 @@ def _class_attribute(name: str, value: Any) -> Iterator[None]:
 
 
 def _replace(patches: contextlib.ExitStack, target: Any, replacement: Callable[..., Any]) -> None:
-    """Puts a replacement wherever torch or blockfp holds a function under a name of its own."""
+    """Replaces a function everywhere in torch or blockfp, under whatever name it is held."""
     holders = [torch, *(module for name, module in list(sys.modules.items()) if name.startswith("blockfp"))]
     for module in holders:
         for name, value in list(vars(module).items()):

@@ -1,4 +1,4 @@
-"""Parts of the benchmarks on one GPU: contenders that take turns, the kernels of a step, the record."""
+"""Shared parts of the single-GPU benchmarks: contenders that take turns, the kernels of a step, the record."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Step = Callable[[], object]
 
 
 def milliseconds(step: Step, steps: int, warm: int | None = None) -> float:
-    """Milliseconds of a step by the GPU's clock, the mean of `steps` behind `warm` others (as many by default)."""
+    """Returns the mean milliseconds of `steps` steps on the GPU's clock, after `warm` others (as many by default)."""
     # The clock follows the GPU's power: what ran before must not help or hinder.
     for _ in range(steps if warm is None else warm):
         step()
@@ -30,7 +30,7 @@ def milliseconds(step: Step, steps: int, warm: int | None = None) -> float:
 
 
 def in_turns(contenders: dict[str, Step], rounds: int, steps: int, warm: int | None = None) -> dict[str, list[float]]:
-    """Milliseconds of each contender by round; a round times all of them, one after another."""
+    """Returns each contender's milliseconds by round; a round times all of them, one after another."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, step in contenders.items():
@@ -43,7 +43,7 @@ def medians(times: dict[str, list[float]]) -> dict[str, float]:
 
 
 def kernels(step: Step) -> str:
-    """A table of the kernels of three steps, those that take longest first."""
+    """Returns a table of the kernels of three steps, slowest first."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         for _ in range(3):
             step()
@@ -55,7 +55,7 @@ def kernels(step: Step) -> str:
 
 
 def write_record(path: Path | None, results: dict[str, Any], **about: Any) -> None:
-    """Writes a JSON file of the results, when and where they were measured, and what else is said about them."""
+    """Writes a JSON file of the results, the date and machine, and further remarks."""
     if path is None:
         return
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -1,15 +1,15 @@
-"""Times the handing of a sharded model's weights to a server: codes as they are, or values that are quantized again.
+"""Times sending a sharded model's weights to a server: codes unchanged, or values that are quantized again.
 
     torchrun --nproc-per-node 2 benchmarks/weight_sync_gpu.py
 
-Rank 0 ends with every tensor that the server loads, on its GPU, bucket after bucket. Contenders:
+Rank 0 ends up with every tensor that the server loads, on its GPU, bucket after bucket. Contenders:
 
     codes        `stream_weights`: codes and scales gathered, nothing else
-    codes, sums  the same, with a SHA-256 of each tensor on the host, a second and more for 2 GB: timed three times at most
-    requantized  each weight's values gathered in bfloat16, quantized again, as trainers with weights in bfloat16 do
+    codes, sums  the same with a SHA-256 of each tensor on the host, a second and more for 2 GB: timed at most three times
+    requantized  each weight's values gathered in bfloat16 and quantized again, as trainers with bfloat16 weights do
 
-Milliseconds are the slowest rank's, bytes are those that each GPU sends (a GPU's part, to all others), peak is rank 0's above
-what the model takes. `differing` counts bytes of rank 0's tensors that aren't the trainer's.
+Milliseconds are the slowest rank's, bytes are what each GPU sends (its part, to all others), peak is rank 0's beyond the model.
+`differing` counts bytes of rank 0's tensors that differ from the trainer's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DIGESTED = 3
 
 
 def build(options: argparse.Namespace, device: torch.device, *, quantized: bool) -> nn.ModuleList:
-    """A stack of linear layers, sharded, with values; of bfloat16 where it isn't quantized."""
+    """Builds a sharded stack of linear layers with values; in bfloat16 if unquantized."""
     like = {"bias": False, "dtype": torch.bfloat16, "device": "meta"}
     width = options.width
     layers = (
@@ -55,7 +55,7 @@ def build(options: argparse.Namespace, device: torch.device, *, quantized: bool)
 
 
 def streamed(model: nn.ModuleList, options: argparse.Namespace, *, sha256: bool) -> int:
-    """Takes every bucket and drops it; returns the bytes of all."""
+    """Takes every bucket and drops it; returns the total bytes."""
     stream = bfp.stream_weights(model, layout=options.layout, bucket_bytes=options.bucket_mib << 20, sha256=sha256)
     return sum(bucket.nbytes for bucket in stream)
 
@@ -73,7 +73,7 @@ def requantized(model: nn.ModuleList, options: argparse.Namespace) -> int:
 
 
 def differing(model: nn.ModuleList, options: argparse.Namespace) -> int:
-    """Bytes of codes that a rank has another way than the stream's, over all ranks."""
+    """Counts bytes of codes that differ between a rank and the stream, over all ranks."""
     params = dict(model.named_parameters())
     found = torch.zeros((), dtype=torch.int64, device=next(iter(params.values())).device)
     for bucket in bfp.stream_weights(model, layout=options.layout, keep_on=None, sha256=False):
@@ -87,7 +87,7 @@ def differing(model: nn.ModuleList, options: argparse.Namespace) -> int:
 
 
 def measure(name: str, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """A contender's row."""
+    """Returns a contender's row."""
     repeats = min(options.repeats, DIGESTED) if name == "codes, sums" else options.repeats
     ranks.say(f"{name}: making {options.layers} layers")
     model = build(options, device, quantized=name != "requantized")
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--width", type=int, default=8192)
     parser.add_argument("--bucket-mib", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=7, help=f"timed runs of a contender, {DIGESTED} at most with digests")
+    parser.add_argument("--repeats", type=int, default=7, help=f"timed runs per contender, at most {DIGESTED} with digests")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the JSON file")
     options = parser.parse_args()
     device = ranks.start()

@@ -41,7 +41,7 @@ def info() -> None:
         try:
             lines[f"backend {name}"] = load().version
         except ImportError as error:
-            lines[f"backend {name}"] = f"not here: {error}"
+            lines[f"backend {name}"] = f"unavailable: {error}"
         except Exception as error:
             lines[f"backend {name}"] = f"broken: {type(error).__name__}: {error}"
     lines["CUDA kernels"] = cuda_library.status()

@@ -202,7 +202,7 @@ class Format(_Known):
     def __init__(self, name: str, element: ElementFormat, block: tuple[int, int] | None, scale: ScaleFormat):
         if name in _FORMATS:
             if (self.element, self.block, self.scale) != (element, block, scale):
-                raise ValueError(f"format {name!r} is known, and is another")
+                raise ValueError(f"format {name!r} already exists with another definition")
             return
         values = {
             "name": name,

@@ -24,7 +24,7 @@ def check(patterns: Mapping[str, object]) -> None:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"recipe: {pattern!r} is no regular expression of layers' names: {error}") from None
+            raise ValueError(f"recipe: {pattern!r} is not a regular expression for layer names: {error}") from None
 
 
 def lookup(patterns: Mapping[str, T], path: str) -> T | None:
@@ -39,11 +39,11 @@ def check_used(patterns: Mapping[str, object], paths: Iterable[str]) -> None:
     check(patterns)
     behind = list(patterns)[list(patterns).index("") + 1 :] if "" in patterns else []
     if behind:
-        raise ValueError(f"recipe: the pattern {behind[0]!r} stands behind '', which is found in every path: put '' last")
+        raise ValueError(f"recipe: the pattern {behind[0]!r} follows '', which matches every path: put '' last")
     for pattern in patterns:
         if not any(re.search(pattern, path) for path in paths):
             known = ", ".join(map(repr, paths[:4])) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
-            raise ValueError(f"recipe: the pattern {pattern!r} is found in no layer that could be converted; there are {known}")
+            raise ValueError(f"recipe: the pattern {pattern!r} matches no convertible layer; paths are {known}")
 
 
 def exactly(path: str) -> str:

@@ -348,7 +348,9 @@ def for_linear(recipe: Recipe | str, compute: Compute = "quantized") -> Recipe:
             casts = [recipe.cast(operand, direction) for direction in DIRECTIONS]
             if any(cast.stochastic or cast.rotate for cast in casts):
                 wanted = " and ".join(map(str, casts))
-                raise ValueError(f"recipe {recipe}: delayed scaling rounds the {operand} as it is to nearest, got {wanted}")
+                raise ValueError(
+                    f"recipe {recipe}: delayed scaling rounds the {operand} unrotated and to nearest, got {wanted}"
+                )
             formats = {cast.format for cast in casts} - {None}
             if len(formats) > 1 or any(not format.per_tensor for format in formats if format):
                 raise ValueError(

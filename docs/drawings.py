@@ -87,8 +87,8 @@ def gather() -> Drawing:
     codes, scales = step.elements(0), step.scales(0)
     drawing = Drawing("FSDP2 gathers codes and scales", 800, 430)
     drawing.text(20, 24, f"A weight {list(sharding.shape)} in {step.format} on three ranks", "b")
-    drawing.text(20, 56, "what each rank stores and sends")
-    drawing.text(470, 56, "what each rank has after one all-gather")
+    drawing.text(20, 56, "stored and sent by each rank")
+    drawing.text(470, 56, "on each rank after one all-gather")
     scale, top = 2.4, 76
     for rank, (source, _, size) in enumerate(codes.runs):
         start = sharding.span(0, rank)[0]
@@ -161,7 +161,7 @@ def straddle() -> Drawing:
     drawing.text(555, y - 14, f"max-reduced over {', '.join(shared.axes)}", "b")
     drawing.text(555, y + 4, f"block row {', '.join(map(str, shared.blocks))} alone, as integers;", "s")
     drawing.text(555, y + 20, "both ranks encode with the same scale", "s")
-    drawing.text(20, 320, "Blocks that lie on one rank are quantized there, and nothing of them is sent.", "s")
+    drawing.text(20, 320, "Blocks inside one rank are quantized there, and nothing is sent for them.", "s")
     return drawing
 
 
@@ -188,12 +188,12 @@ def tensor_parallel() -> Drawing:
     drawing.text(
         90, 310, f"Each square is a block of {format.block[0]} x {format.block[1]}, with the (dp, tp) rank that stores it."
     )
-    drawing.text(90, 330, "tp cuts first; dp (FSDP2) cuts what tp has left.", "s")
+    drawing.text(90, 330, "tp shards first; dp (FSDP2) shards the parts.", "s")
     return drawing
 
 
 def sequence_parallel() -> Drawing:
-    """Draws the forward of a pair of layers under sequence parallelism, with its collectives."""
+    """Draws the forward of a pair of layers under sequence parallelism, with what is sent in which form."""
     mesh = Mesh((2,), ("tp",))
     tokens = Sharding((4096, 4096), mesh, (Shard(0),))
     plan = gather_activation("mxfp8_e4m3", tokens, ("tp",))
@@ -302,16 +302,14 @@ def step_times(result: dict) -> Drawing:
 
 
 def scale(result: dict) -> Drawing:
-    """Draws a result of scale.py: per model, FSDP's gathered bytes relative to bfloat16, and the share of blocks that ranks
-    share.
-    """
+    """Draws a result of scale.py per model: bytes of FSDP's gather relative to bfloat16, and blocks shared by ranks."""
     kinds = {"fp8_block": "r0", "mxfp8": "r1", "mxfp4": "r2", "nvfp4": "r3"}
     models = list(dict.fromkeys(row["model"] for row in result["rows"]))
-    drawing = Drawing("Bytes of FSDP's gather, and blocks that lie on several ranks", 800, 470)
+    drawing = Drawing("Bytes of FSDP's gather, and blocks that several ranks share", 800, 470)
     for column, model in enumerate(models):
         left = 60 + 250 * column
         drawing.text(left, 22, model, "b")
-        panels = ("gather's bytes beside bfloat16's", 0.6, 40), ("blocks on several ranks", 1.0, 240)
+        panels = ("gather's bytes relative to bfloat16's", 0.6, 40), ("blocks shared by ranks", 1.0, 240)
         for (what, most, top), measure in zip(panels, (_gathered, _shared), strict=True):
             drawing.text(left, top + 12, what, "s")
             drawing.box(left, top + 20, 210, 150)
@@ -360,9 +358,9 @@ def drawings() -> dict[str, Drawing]:
         "layer-mxfp8.svg": layer(parse("mxfp8")),
         "layer-nvfp4.svg": layer(parse("nvfp4")),
         "gpu.svg": kernels(result("gpu-2026-11-21.json")),
-        "evidence.svg": evidence(Drawing("Recipes beside bf16", 800, 320), result("evidence-1m-cpu-2026-11-22.json")),
+        "evidence.svg": evidence(Drawing("Recipes compared with bf16", 800, 320), result("evidence-1m-cpu-2026-11-22.json")),
         "evidence-124m.svg": evidence(
-            Drawing("Recipes beside bf16", 800, 320), result("evidence-124m-h200-2026-11-23.json"), "held_out", 3e7
+            Drawing("Recipes compared with bf16", 800, 320), result("evidence-124m-h200-2026-11-23.json"), "held_out", 3e7
         ),
         "scale.svg": scale(result("scale-2026-11-22.json")),
         "training-step.svg": step_times(result("fsdp2-transformer-2x16384-2026-11-21.json")),

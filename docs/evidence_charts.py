@@ -82,7 +82,7 @@ def evidence(drawing: Any, results: dict, losses: str = "loss", since: float = 0
     common = results["common"]
     last = max(run["date"] for run in results["runs"])[:10]
     words = f"{common['parameters'] / 1e6:.1f} million parameters, {common['tokens'] / 1e6:.3g} million tokens, {last}"
-    drawing.text(20, 22, f"Recipes beside bf16: {words}", "b")
+    drawing.text(20, 22, f"Recipes compared with bf16: {words}", "b")
     kind = {"loss": "training", "held_out": "held-out"}[losses]
     panel(drawing, 60, differences(results, losses, since), f"{kind} loss above bf16's, nats a byte", True)
     panel(drawing, 320, sqnr(results, "input rowwise"), "SQNR of inputs, rowwise, dB", False)

@@ -1,18 +1,18 @@
-"""The task of the training examples: predict the next byte of the Python standard library's own sources.
+"""The task of the training examples: predict the next byte of the Python standard library's sources.
 
-Text, batches and first weights are NumPy arrays, so that the PyTorch and the JAX example train on the same ones. What either
-saves the other goes on from: a .safetensors file of `blockfp.save`, every array whole, with
+Text, batches and initial weights are NumPy arrays, so that the PyTorch and the JAX examples train on the same data. Each
+resumes from the other's checkpoints: a .safetensors file of `blockfp.save` with whole arrays,
 
-    NAME            the parameter, under its name in `first_weights`: codes and scales, or float32
-    master.NAME     float32, of quantized parameters
+    NAME            the parameter, named as in `first_weights`: codes and scales, or float32
+    master.NAME     float32, for quantized parameters
     first.NAME      float32, AdamW's first moment
     second.NAME     float32, its second moment
     step            int32, the number of steps done
     input_amax_history.NAME, input_scale.NAME, gradient_amax_history.NAME, gradient_scale.NAME
-                    float32, of quantized parameters' layers, with delayed scaling
+                    float32, for layers of quantized parameters with delayed scaling
     rng_key.NAME, rng_step.NAME
-                    uint32 [2] and int32, of those layers, where gradients are rounded stochastically: the layer's key, and how
-                    many backward passes it has had; the next one's key is `blockfp.definition.rounding.fold_in` of both
+                    uint32 [2] and int32, for layers that round gradients stochastically: the layer's key and its number of
+                    backward passes; the next pass uses `blockfp.definition.rounding.fold_in` of both
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Config:
     """A byte-level transformer of about a million parameters.
 
     Attributes:
-        width: of the residual stream.
-        heads, layers, context: attention heads, blocks, and bytes that a prediction may look back on.
-        hidden: width of the feed-forward layer.
+        width: features of the residual stream.
+        heads, layers, context: number of attention heads and blocks, and bytes that a prediction may look back on.
+        hidden: features of the feed-forward layer.
     """
 
     width: int = 128
@@ -48,10 +48,10 @@ RANDOM = ("rng_key", "rng_step")
 
 
 def read_text(limit: int = 6_000_000) -> tuple[np.ndarray, np.ndarray]:
-    """(training, held out): the bytes of the standard library's top-level modules; every 16th module is held out.
+    """Returns (training, held out): the bytes of the standard library's top-level modules; every 16th module is held out.
 
     Args:
-        limit: bytes read at most.
+        limit: maximum number of bytes.
     """
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     texts = [path.read_bytes() for path in paths]
@@ -62,13 +62,13 @@ def read_text(limit: int = 6_000_000) -> tuple[np.ndarray, np.ndarray]:
 
 
 def batch(text: np.ndarray, rows: int, context: int, *, seed: int, step: int) -> np.ndarray:
-    """uint8 [rows, context + 1]: random pieces of the text, the same for the same seed and step in every process."""
+    """Returns uint8 [rows, context + 1]: random pieces of the text, equal for equal seed and step in every process."""
     starts = np.random.default_rng((seed, step)).integers(0, len(text) - context - 1, rows)
     return np.stack([text[start : start + context + 1] for start in starts])
 
 
 def first_weights(config: Config, seed: int) -> dict[str, np.ndarray]:
-    """float32 parameters by name. A matrix is [out, in], as `linear` takes it in both frameworks."""
+    """Returns float32 parameters by name. A matrix is [out, in], as `linear` expects in both frameworks."""
     random = np.random.default_rng(seed)
 
     def normal(*shape: int, scale: float) -> np.ndarray:
@@ -92,19 +92,19 @@ def first_weights(config: Config, seed: int) -> dict[str, np.ndarray]:
 
 
 def first_keys(config: Config, seed: int) -> dict[str, np.ndarray]:
-    """uint32 [2], a random key for each matrix of the blocks by name."""
+    """Returns uint32 [2], a random key for each matrix of the blocks, by name."""
     names = [name for name, weight in first_weights(config, seed).items() if name.startswith("blocks.") and weight.ndim == 2]
     keys = np.random.default_rng((seed, 0, 0)).integers(1 << 32, size=(len(names), 2), dtype=np.uint32)
     return dict(zip(names, keys, strict=True))
 
 
 def saved(folder: Path, recipe: str) -> Path:
-    """The file of a recipe in the folder that --save and --resume name."""
+    """Returns a recipe's file in the folder given by --save or --resume."""
     return folder / f"{recipe}.safetensors"
 
 
 def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """A training program's options; ends it where --steps or --save-at name steps that there are not."""
+    """Parses a training program's options; exits if --steps or --save-at names an impossible step."""
     options = parser.parse_args()
     if options.steps < 1:
         parser.error(f"--steps must be 1 or more, got {options.steps}")
@@ -114,10 +114,10 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def steps_left(done: int, options: argparse.Namespace, path: Path) -> range:
-    """The steps that a run goes on with, from a file that has some done.
+    """Returns the remaining steps of a run that resumes from a file.
 
     Raises:
-        ValueError: none is left, or not the one after which --save-at saves.
+        ValueError: no step remains, or not the one after which --save-at saves.
     """
     if done >= options.steps:
         raise ValueError(f"{path} has {done} steps done, and --steps is {options.steps}: pass more steps")

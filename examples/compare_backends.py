@@ -1,6 +1,6 @@
-"""The same array through every library from Python: what `blockfp check` does for files.
+"""Compares the backends on one array from Python, as `blockfp check` does for files.
 
-A backend is any object with a name, a version, quantize and dequantize; here a deliberately wrong one is found out.
+A backend is any object with a name, a version, quantize and dequantize. A deliberately wrong one is detected here.
 """
 
 import numpy as np

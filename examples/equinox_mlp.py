@@ -1,4 +1,4 @@
-"""Quantized weights in an equinox module: its Linear layers keep their place, their weights become codes and scales."""
+"""Quantized weights in an equinox module: its Linear layers stay, and their weights become codes and scales."""
 
 import equinox as eqx
 import jax
@@ -8,7 +8,7 @@ import blockfp.jax as bfp
 
 
 class Mlp(eqx.Module):
-    """Two layers of equinox's own; `bfp.linear` multiplies with their weights, quantized or not."""
+    """Two equinox Linear layers; `bfp.linear` multiplies by their weights, quantized or not."""
 
     up: eqx.nn.Linear
     down: eqx.nn.Linear

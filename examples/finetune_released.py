@@ -1,16 +1,16 @@
-"""Fine-tune a model that is released in FP8, without ever dequantizing it: LoRA by PEFT, on a CPU in half a minute.
+"""Fine-tunes a model released in FP8 without ever dequantizing it: LoRA by PEFT, in half a minute on a CPU.
 
     pip install 'blockfp[all]' peft transformers
     python examples/finetune_released.py
 
-1. A small Llama learns to continue Python sources. It stands for a model that somebody else has trained.
-2. `blockfp convert` writes it as DeepSeek and Qwen are released: FP8 codes and a scale for each 128x128 block.
-3. blockfp reads that file, bit for bit. PEFT puts adapters of rank 8 beside the codes, and they learn another kind of text:
-   the language reference, which is English.
-4. What was learned is measured on pages that no step has seen. The codes have to be the file's still.
-5. The adapters are merged into the codes, and taken out again.
+1. A small Llama learns to continue Python sources, in place of a model trained by someone else.
+2. `blockfp convert` writes it as DeepSeek and Qwen release theirs: FP8 codes and one scale per 128x128 block.
+3. blockfp reads that file bit for bit. PEFT adds adapters of rank 8, which learn another kind of text: the English language
+   reference.
+4. The result is measured on unseen pages. The codes must still equal the file's.
+5. The adapters are merged into the codes, and removed again.
 
-The program fails where the loss doesn't fall, or where a bit of the base has changed.
+The program fails if the loss doesn't decrease, or if a bit of the base changes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CONFIG = LlamaConfig(
 
 
 def english() -> tuple[np.ndarray, np.ndarray]:
-    """(training, held out): the bytes of the language reference, which Python has with it; every 8th page is held out."""
+    """Returns (training, held out): the bytes of Python's own language reference; every 8th page is held out."""
     pages = [page.encode() for _, page in sorted(topics.items())]
     kept = (b"".join(page for i, page in enumerate(pages) if (i % 8 == 7) == held_out) for held_out in (False, True))
     training, held_out = (np.frombuffer(text, np.uint8) for text in kept)
@@ -57,7 +57,7 @@ def tokens(text: np.ndarray, seed: int, step: int) -> Tensor:
 
 
 def train(model: nn.Module, text: np.ndarray, steps: int, rate: float) -> float:
-    """Trains what isn't frozen; returns how long it took, in seconds."""
+    """Trains the parameters that aren't frozen; returns the seconds it took."""
     begin = time.perf_counter()
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=rate)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps + 1)
@@ -73,14 +73,14 @@ def train(model: nn.Module, text: np.ndarray, steps: int, rate: float) -> float:
 
 @torch.no_grad()
 def bits(model: nn.Module, text: np.ndarray) -> float:
-    """Bits a byte, of the next byte: 8 for a model that knows nothing."""
+    """Returns the bits per byte of the next byte: 8 for an untrained model."""
     model.eval()
     losses = [model(input_ids=batch, labels=batch).loss for batch in (tokens(text, 1, step) for step in range(4))]
     return torch.stack(losses).mean().item() / math.log(2)
 
 
 def digest(tensors: dict[str, Tensor]) -> str:
-    """SHA-256 of all codes and scales."""
+    """Returns the SHA-256 of all codes and scales."""
     found = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         for part in tensor.parts if isinstance(tensor, bfp.QuantizedTensor) else []:
@@ -89,7 +89,7 @@ def digest(tensors: dict[str, Tensor]) -> str:
 
 
 def release(folder: Path, steps: int) -> Path:
-    """Trains the base and writes it as its makers would; returns the folder."""
+    """Trains the base and writes it as a released model; returns the folder."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG)
     seconds = train(model, byte_text.read_text()[0], steps, 3e-3)
@@ -156,7 +156,7 @@ def main() -> None:
 
 
 def base_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The base's parameters by their names without adapters."""
+    """Returns the base's parameters by their names without adapters."""
     named = (
         (name.replace("base_model.model.", "").replace("base_layer.", ""), param) for name, param in model.named_parameters()
     )

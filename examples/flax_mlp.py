@@ -1,6 +1,7 @@
-"""Quantized products inside flax.nnx modules as they are: each Linear gets another dot_general.
+"""Quantized products inside unmodified flax.nnx modules: each Linear gets another dot_general.
 
-With delayed scaling that is a module too, which keeps the layer's state; what the backward sees is that state's "gradient".
+With delayed scaling, dot_general is itself a module, which keeps the layer's state; the backward's amaxes are that state's
+"gradient".
 """
 
 from functools import partial
@@ -30,7 +31,7 @@ class DelayedProduct(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """Two layers of nnx's own: the three products of one in MXFP8, of the other in FP8 with delayed scaling."""
+    """Two nnx Linear layers: one multiplies in MXFP8, the other in FP8 with delayed scaling."""
 
     def __init__(self, width: int, hidden: int, rngs: nnx.Rngs):
         self.norm = nnx.LayerNorm(width, rngs=rngs)

@@ -1,6 +1,6 @@
-"""A mixture of experts as Qwen3-MoE has it, in flax.nnx: its experts' products quantized, its tokens sent as codes.
+"""A mixture of experts like Qwen3-MoE's in flax.nnx, with quantized products and tokens sent as codes.
 
-`axis` names the mesh axis that divides the experts inside shard_map; without one all are here.
+`axis` names the mesh axis that divides the experts inside shard_map; without it all experts are on this device.
 """
 
 import jax
@@ -12,7 +12,7 @@ import blockfp.jax as bfp
 
 
 class Experts(nnx.Module):
-    """The best `k` of so many SwiGLU layers for each token, weighted; recipe None leaves all products in high precision."""
+    """The weighted best `k` of several SwiGLU layers for each token; recipe None leaves all products in high precision."""
 
     def __init__(self, width, hidden, experts, k, rngs, *, recipe="mxfp8", axis=None):
         init = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2, batch_axis=0)
@@ -38,7 +38,7 @@ class Experts(nnx.Module):
 
 
 class Block(nnx.Module):
-    """x and what its experts make of it."""
+    """Adds the experts' result to x."""
 
     def __init__(self, width, hidden, experts, k, rngs, **options):
         self.norm = nnx.RMSNorm(width, rngs=rngs)

@@ -1,13 +1,12 @@
-"""Pretrain a model like Llama on the sources and documentation that are installed here, in bf16 or any recipe.
+"""Pretrains a Llama-like model on locally installed sources and documentation, in bf16 or any recipe.
 
     python examples/pretrain.py runs/mxfp8 --size 1m --recipe mxfp8 --tokens 400000                # one CPU or one GPU
     torchrun --nproc-per-node 2 examples/pretrain.py runs/nvfp4 --recipe nvfp4 --compile           # FSDP2, 124M parameters
 
-Runs of one size and seed begin with the same weights and see the same bytes in the same order, whatever their recipe. The
-folder gets run.json (what it is, and each sitting's machine), metrics.jsonl, plot.png and checkpoints. Called again with the
-same options a run goes on where its last checkpoint was, on this mesh or another: data, random keys and schedule included.
---minutes ends a sitting with a checkpoint, and so does SIGTERM. "mxfp8_floor", "mxfp6_floor" and "mxfp4_floor" are those
-recipes with OCP's rule for scales.
+Runs of one size and seed start from the same weights and see the same bytes in the same order, in any recipe. The folder gets
+run.json (the run's settings, and each session's machine), metrics.jsonl, plot.png and checkpoints. The same command resumes
+from the last checkpoint, on this mesh or another, including data order, random keys and schedule. --minutes and SIGTERM end a
+session with a checkpoint. "mxfp8_floor", "mxfp6_floor" and "mxfp4_floor" are those recipes with OCP's rule for scales.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ SAME = ("recipe", "size", "seed", "tokens", "batch", "clip", "text_bytes", "eval
 
 
 class Training:
-    """A run in its folder: made, or loaded from its last checkpoint.
+    """A run in its folder, new or loaded from its last checkpoint.
 
     Args:
-        options: of the command line.
-        began: when the sitting began, by `time.monotonic`.
+        options: the parsed command line.
+        began: start of the session, by `time.monotonic`.
     """
 
     def __init__(self, options: argparse.Namespace, began: float):
@@ -84,7 +83,7 @@ class Training:
         self.stopped = False
 
     def stop(self, *_: object) -> None:
-        """Ends the sitting at the next line of metrics, on every rank."""
+        """Ends the session at the next line of metrics, on every rank."""
         self.stopped = True
 
     def _read_text(self) -> pretrain_text.Text:
@@ -96,10 +95,10 @@ class Training:
         return pretrain_text.read(folder, self.options.text_bytes)
 
     def _about(self) -> dict:
-        """Describes the run, and checks that the folder holds the same run.
+        """Describes the run, and checks that the folder contains the same run.
 
         Raises:
-            ValueError: the folder has another one.
+            ValueError: the folder contains another run.
         """
         about = {name: getattr(self.options, name) for name in SAME} | {"batch": self.batch, "text": self.text.digest}
         path = self.options.folder / "run.json"
@@ -123,7 +122,7 @@ class Training:
         new.replace(self.options.folder / "run.json")
 
     def rows(self, order: pretrain_text.Order, first: int) -> torch.Tensor:
-        """This rank's pieces of a batch of the text, int64."""
+        """Returns this rank's pieces of a batch of the text, int64."""
         rows = torch.from_numpy(order.rows(first, self.batch)[self.rank :: self.ranks])
         if self.device.type == "cuda":
             # The host doesn't wait for the steps before.
@@ -131,7 +130,7 @@ class Training:
         return rows.to(self.device, non_blocking=True).to(torch.int64)
 
     def train_step(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """One step: this rank's loss, and the norm of all gradients before they are clipped."""
+        """Runs one step; returns this rank's loss and the norm of all gradients before clipping."""
         for group in self.optimizer.param_groups:
             group["lr"] = byte_text.learning_rate(self.step, self.steps, peak=self.size.rate, warmup=max(1, self.steps // 20))
         loss = pretrain_model.loss_of(self.model, self.rows(self.order, self.position))
@@ -144,7 +143,7 @@ class Training:
         return loss.detach(), norm
 
     def observed_step(self) -> tuple[torch.Tensor, torch.Tensor, dict]:
-        """One step, as `train_step`, and the SQNR of this rank's inputs and gradients, and of the weights after it."""
+        """Runs a `train_step` that also returns the SQNR of this rank's inputs and gradients, and of the weights afterwards."""
         if not any(isinstance(module, bfp.Linear) for module in self.model.modules()):
             return *self.train_step(), {}
         # Compiled code would be compiled once more.
@@ -156,7 +155,7 @@ class Training:
 
     @torch.no_grad()
     def held_out_losses(self) -> list[float]:
-        """The loss of each held-out row, the same ones each time and on every mesh."""
+        """Returns the loss of each held-out row, the same rows every time and on every mesh."""
         firsts = range(0, self.options.evaluate_rows, self.batch)
         own = torch.cat([pretrain_model.losses_of_rows(self.model, self.rows(self.held_out, first)) for first in firsts])
         if not self.sharded:
@@ -169,19 +168,19 @@ class Training:
         return torch.stack(found, 1).flatten().double().tolist()
 
     def mean(self, *values: torch.Tensor) -> list[float]:
-        """Means over ranks."""
+        """Returns means over ranks."""
         found = torch.stack([value.double() for value in values])
         if self.sharded:
             dist.all_reduce(found)
         return (found / self.ranks).tolist()
 
     def save(self) -> None:
-        """A checkpoint of the step that was done, with where the text goes on."""
+        """Saves a checkpoint of the finished step, with the position in the text."""
         extra = {"position": self.position}
         bfp.save_checkpoint(self.checkpoints, self.model, self.optimizer, step=self.step, keep=1, extra=extra)
 
     def run(self) -> bool:
-        """Trains to the end, or until the sitting's time is up: returns whether the run is finished."""
+        """Trains to the end, or until the session's time is up; returns whether the run is finished."""
         options, per_step, losses, sqnr = self.options, self.batch * self.size.context, [], {}
         first_line, stopping = True, False
         clock, timed_from = time.perf_counter(), self.step
@@ -220,7 +219,7 @@ class Training:
         return self.step == self.steps or (bool(every) and self.step % every == 0)
 
     def _mfu(self, rate: float | None) -> float | None:
-        """The share of the device's bfloat16 peak that the model's own operations are, in any recipe."""
+        """Returns the model's own operations as a share of the device's bfloat16 peak, in any recipe."""
         peak = pretrain_model.peak(self.device)
         return rate * pretrain_model.operations(self.size) / (peak * self.ranks) if rate and peak else None
 
@@ -238,12 +237,12 @@ class Training:
 
 
 def _whole(norm: torch.Tensor) -> float:
-    """The gradients' norm, over all ranks; all of them call it."""
+    """Returns the gradients' norm over all ranks; all of them must call it."""
     return float(norm.full_tensor() if isinstance(norm, torch.distributed.tensor.DTensor) else norm)
 
 
 def _processor() -> str:
-    """The processor's name, where the system tells."""
+    """Returns the processor's name, if the system reports it."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -251,30 +250,34 @@ def _processor() -> str:
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of a command line, by default this program's."""
+    """Parses a command line, by default this program's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="of the run; what it holds is continued")
+    parser.add_argument("folder", type=Path, help="the run's folder; an existing run is continued")
     parser.add_argument(
         "--recipe",
         default="bf16",
         help="bf16, torchao, a recipe, or mxfp8_floor, mxfp6_floor, mxfp4_floor; +OPTION: pretrain_model.OPTIONS",
     )
     parser.add_argument("--size", choices=pretrain_model.SIZES, default="124m")
-    parser.add_argument("--tokens", type=int, default=100_000_000, help="of the whole run; a byte is a token")
-    parser.add_argument("--batch", type=int, help="pieces of text in a step, over all ranks; by default the size's own")
-    parser.add_argument("--seed", type=int, default=0, help="of the first weights and of the order of the text")
-    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients")
+    parser.add_argument("--tokens", type=int, default=100_000_000, help="tokens of the whole run; a byte is a token")
+    parser.add_argument("--batch", type=int, help="pieces of text per step, over all ranks; default: the size's")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the initial weights and the order of the text")
+    parser.add_argument("--clip", type=float, default=1.0, help="maximum norm of the gradients")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cuda", "cpu"), default=device)
     parser.add_argument("--compile", action="store_true", help="compile each block")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="save and leave after so long")
-    parser.add_argument("--text", type=Path, help="folder of the prepared text, made if need be; by default beside the run's")
-    parser.add_argument("--text-bytes", type=int, default=200_000_000, help="text to train on at most")
-    parser.add_argument("--log-every", type=int, default=10, help="steps of a line; what is due is looked at then")
-    parser.add_argument("--observe-every", type=int, default=100, help="steps between figures of SQNR; 0 never")
-    parser.add_argument("--evaluate-every", type=int, default=100, help="steps between held-out losses; 0 at the end alone")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="save and exit after this time")
+    parser.add_argument(
+        "--text", type=Path, help="folder of the prepared text, created if necessary; default: next to the run's folder"
+    )
+    parser.add_argument("--text-bytes", type=int, default=200_000_000, help="maximum bytes of training text")
+    parser.add_argument(
+        "--log-every", type=int, default=10, help="steps per line of metrics; evaluations and saves happen only then"
+    )
+    parser.add_argument("--observe-every", type=int, default=100, help="steps between SQNR measurements; 0: never")
+    parser.add_argument("--evaluate-every", type=int, default=100, help="steps between held-out losses; 0: only at the end")
     parser.add_argument("--evaluate-rows", type=int, default=256, help="pieces of held-out text")
-    parser.add_argument("--save-every", type=int, default=500, help="steps between checkpoints; 0: at a sitting's end")
+    parser.add_argument("--save-every", type=int, default=500, help="steps between checkpoints; 0: only at a session's end")
     options = parser.parse_args(arguments)
     for name in ("observe_every", "evaluate_every", "save_every"):
         if options.log_every < 1 or getattr(options, name) % options.log_every:

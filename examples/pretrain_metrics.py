@@ -16,11 +16,11 @@ import blockfp.torch as bfp
 
 
 class Metrics:
-    """A file of JSON lines, one for each step that is logged.
+    """A file of JSON lines, one per logged step.
 
     Args:
-        path: of the file.
-        first_step: the step that the run goes on from; lines of later steps, which it makes again, are taken out.
+        path: the file.
+        first_step: the step from which the run resumes; lines of later steps, which will be repeated, are removed.
     """
 
     def __init__(self, path: Path, first_step: int):
@@ -32,13 +32,13 @@ class Metrics:
         new.replace(path)
 
     def add(self, line: dict) -> None:
-        """Adds a line, which has "step"; a number that isn't finite becomes null."""
+        """Appends a line, which must contain "step"; non-finite numbers become null."""
         with self.path.open("a") as file:
             file.write(f"{json.dumps(_plain(line))}\n")
 
 
 def read(path: Path) -> list[dict]:
-    """The lines of such a file, without one that was cut short at its end; none if it isn't there."""
+    """Returns the lines of such a file, without a truncated last one; none if the file doesn't exist."""
     if not path.exists():
         return []
     found = []
@@ -55,7 +55,7 @@ def _plain(value):
 
 
 def sqnr_of_operands(records: Iterable[bfp.Observed]) -> dict[str, dict[str, float]]:
-    """SQNR in dB for each operand: "mean" over the layers, and "least"."""
+    """Returns the SQNR in dB of each operand: "mean" over the layers, and "least"."""
     found: dict[str, list[float]] = {}
     for record in records:
         found.setdefault(record.operand, []).append(record.sqnr)
@@ -64,11 +64,11 @@ def sqnr_of_operands(records: Iterable[bfp.Observed]) -> dict[str, dict[str, flo
 
 @torch.no_grad()
 def sqnr_of_weights(model: nn.Module, optimizer: bfp.AdamW, reduce: bool) -> dict[str, dict[str, float]]:
-    """As `sqnr_of_operands` of the quantized weights beside their masters, each as a whole; empty where none has one.
+    """Returns the SQNR of quantized weights against their masters, as `sqnr_of_operands` does; empty without masters.
 
     Args:
         model, optimizer: after a step.
-        reduce: add up what the ranks hold; all of them call it.
+        reduce: adds what the ranks hold; all of them must call it.
     """
     sums: list[Tensor] = []
     for p in model.parameters():
@@ -87,7 +87,7 @@ def sqnr_of_weights(model: nn.Module, optimizer: bfp.AdamW, reduce: bool) -> dic
 
 
 def draw(path: Path, lines: list[dict], title: str) -> None:
-    """Writes a picture of the losses and of the SQNR so far; does nothing where matplotlib isn't installed."""
+    """Plots losses and SQNR so far; does nothing if matplotlib isn't installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

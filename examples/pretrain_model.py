@@ -1,4 +1,4 @@
-"""The model that `pretrain.py` trains: a decoder like Llama's, over bytes."""
+"""The model of `pretrain.py`: a Llama-like decoder over bytes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from blockfp import recipes
 
 @dataclass(frozen=True)
 class Size:
-    """Settings of a model and of its training.
+    """Settings of a model and its training.
 
     Attributes:
-        width, hidden, layers: of the residual stream, of the feed-forward layers, and how many blocks.
-        context: bytes of a piece of text.
+        width, hidden, layers: features of the residual stream and of the feed-forward layers, and the number of blocks.
+        context: bytes in a piece of text.
         batch: pieces in a step, over all ranks.
         rate: the highest learning rate.
-        head: width of an attention head.
+        head: features of an attention head.
     """
 
     width: int
@@ -62,7 +62,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal attention with rotary positions, and SwiGLU, each behind a norm and beside a residual."""
+    """Causal attention with rotary positions, and SwiGLU, each with a norm before it and a residual."""
 
     def __init__(self, size: Size):
         super().__init__()
@@ -81,13 +81,13 @@ class Block(nn.Module):
 
 
 def turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotary positions: x [.., places, head] with its halves turned against each other."""
+    """Applies rotary positions to x [.., places, head]."""
     first, second = x.float().chunk(2, -1)
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1).to(x.dtype)
 
 
 class Transformer(nn.Module):
-    """Bytes [batch, length] to logits of the next byte [batch, length, 256]."""
+    """Maps bytes [batch, length] to logits of the next byte [batch, length, 256]."""
 
     def __init__(self, size: Size):
         super().__init__()
@@ -121,10 +121,10 @@ stay in bfloat16."""
 
 
 def arguments_of(name: str, whose: str) -> dict[str, Any]:
-    """The arguments of "recipe", "build" or "optimizer" that a run's name, RECIPE or RECIPE+OPTION+.., stands for.
+    """Returns the arguments of "recipe", "build" or "optimizer" given by a run's name, RECIPE or RECIPE+OPTION+...
 
     Raises:
-        ValueError: there is no such option.
+        ValueError: the option doesn't exist.
     """
     recipe, *options = name.split("+")
     found: dict[str, Any] = {"torchao": True} if (recipe, whose) == ("torchao", "build") else {}
@@ -137,11 +137,10 @@ def arguments_of(name: str, whose: str) -> dict[str, Any]:
 
 
 def recipe_of(name: str) -> recipes.Recipe | None:
-    """The recipe of a run's name; None for bf16 and torchao. "mxfp4_floor" is mxfp4 with OCP's rule for scales; the other MX
-    ones likewise.
+    """Returns the recipe of a run's name; None for bf16 and torchao. A suffix "_floor" selects OCP's rule for MX scales.
 
     Raises:
-        ValueError: there is none, or no such option.
+        ValueError: the recipe or option doesn't exist.
         TypeError: the recipe doesn't have the option.
     """
     options, name = arguments_of(name, "recipe"), name.partition("+")[0]
@@ -172,13 +171,13 @@ def build(
     ends: bool = False,
     torchao: bool = False,
 ) -> nn.Module:
-    """The model with its first weights, which depend on the seed alone, quantized and sharded.
+    """Builds the model with initial weights that depend only on the seed, quantized and sharded.
 
     Parameters are in bfloat16, quantized or not; the optimizer keeps all masters in float32.
 
     Args:
-        ends: leave the first and the last block as they are.
-        torchao: have torchao's `convert_to_float8_training` convert the blocks, with its own defaults, instead of blockfp.
+        ends: keep the first and the last block in bfloat16.
+        torchao: convert the blocks by torchao's `convert_to_float8_training`, with its defaults, instead of blockfp.
     """
     generator = torch.Generator().manual_seed(seed)
     model = Transformer(size)
@@ -216,7 +215,7 @@ def build(
 
 
 def optimizer_of(model: nn.Module, rate: float, **options: Any) -> bfp.AdamW:
-    """AdamW, which lets norms alone when it decays weights; `options` are others of its own."""
+    """Returns an AdamW that doesn't decay norms; `options` are passed on to it."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim == 2]},
@@ -226,18 +225,20 @@ def optimizer_of(model: nn.Module, rate: float, **options: Any) -> bfp.AdamW:
 
 
 def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
-    """Mean cross-entropy in nats a byte; rows: int64 [batch, context + 1]."""
+    """Returns the mean cross-entropy in nats per byte; rows: int64 [batch, context + 1]."""
     return F.cross_entropy(model(rows[:, :-1]).float().flatten(0, 1), rows[:, 1:].flatten())
 
 
 def losses_of_rows(model: nn.Module, rows: Tensor) -> Tensor:
-    """The same of each row: float32 [batch]."""
+    """Returns the loss of each row: float32 [batch]."""
     logits = model(rows[:, :-1]).float().flatten(0, 1)
     return F.cross_entropy(logits, rows[:, 1:].flatten(), reduction="none").view(len(rows), -1).mean(1)
 
 
 def operations(size: Size) -> float:
-    """Floating-point operations of a token, forward and backward: 6 a weight of a matrix; attention's over half the context."""
+    """Returns floating-point operations per token, forward and backward: 6 per matrix weight, and attention over half the
+    context.
+    """
     matrices = size.layers * (4 * size.width**2 + 3 * size.width * size.hidden) + size.width * byte_text.VOCABULARY
     return 6 * matrices + 6 * size.layers * size.width * size.context
 
@@ -247,6 +248,6 @@ PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
 def peak(device: torch.device) -> float | None:
-    """Returns those of this device, or None if it isn't known."""
+    """Returns this device's peak, or None if unknown."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((value for key, value in PEAKS.items() if key in name), None)

@@ -1,7 +1,7 @@
-"""The text that `pretrain.py` learns: sources and documentation of the Python packages that are installed here, as bytes.
+"""The text of `pretrain.py`: sources and documentation of the installed Python packages, as bytes.
 
-A file is held out or not by a hash of its name, so the same file always falls on the same side. A paragraph that has been seen
-is dropped, and held-out files come first: no paragraph of theirs, but for short ones, is left to train on.
+A hash of its name decides whether a file is held out, so a file is always on the same side. Repeated paragraphs are dropped,
+and held-out files come first: none of their paragraphs, except short ones, remains in the training text.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Text:
 
 
 def folders() -> list[Path]:
-    """Folders of Python's own and the installed packages' files."""
+    """Returns the folders of Python's own and the installed packages' files."""
     return [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]
 
 
 def files(roots: list[Path]) -> list[tuple[bytes, Path]]:
-    """(hash of the name below its root, path) of each file of text, in the order of the hashes."""
+    """Returns (hash of the name below its root, path) of each text file, ordered by hash."""
     found = {}
     for root in roots:
         for folder, below, names in os.walk(root):
@@ -63,7 +63,7 @@ def is_held_out(name: bytes) -> bool:
 
 
 def new_paragraphs(text: bytes, seen: set[bytes]) -> bytes:
-    """A file's paragraphs without those seen before, which it adds to."""
+    """Returns a file's paragraphs that aren't in `seen`, and adds them to it."""
     kept = []
     for paragraph in text.split(b"\n\n"):
         digest = hashlib.blake2b(paragraph.strip(), digest_size=16).digest()
@@ -74,7 +74,7 @@ def new_paragraphs(text: bytes, seen: set[bytes]) -> bytes:
 
 
 def collect(roots: list[Path], limit: int) -> tuple[bytes, bytes]:
-    """(training, held out): as many files as `limit` bytes of training text take, in an order that is random but fixed.
+    """Returns (training, held out): files in a random but fixed order, until the training text has `limit` bytes.
 
     Raises:
         FileNotFoundError: there is less than 100 kB of text.
@@ -88,7 +88,7 @@ def collect(roots: list[Path], limit: int) -> tuple[bytes, bytes]:
 
 
 def joined(paths: Iterator[Path], limit: int, seen: set[bytes]) -> bytes:
-    """The new paragraphs of files, one after the other."""
+    """Joins the new paragraphs of files."""
     parts, size = [], 0
     for path in paths:
         if size >= limit:
@@ -100,12 +100,12 @@ def joined(paths: Iterator[Path], limit: int, seen: set[bytes]) -> bytes:
 
 
 def prepare(folder: Path, limit: int, roots: list[Path] | None = None) -> None:
-    """Writes the text into a folder, unless it is there; several processes may do it at once.
+    """Writes the text into a folder, unless it exists; several processes may do so at once.
 
     Args:
         folder: gets training.bin, held_out.bin, and text.json, which is written last.
-        limit: bytes of training text at most.
-        roots: folders to look in, by default `folders()`.
+        limit: maximum bytes of training text.
+        roots: folders to search, by default `folders()`.
     """
     if (folder / "text.json").exists():
         return
@@ -121,7 +121,7 @@ def prepare(folder: Path, limit: int, roots: list[Path] | None = None) -> None:
 
 
 def read(folder: Path, limit: int) -> Text:
-    """The text that `prepare` wrote.
+    """Returns the text written by `prepare`.
 
     Raises:
         ValueError: it was prepared with another limit.
@@ -134,12 +134,12 @@ def read(folder: Path, limit: int) -> Text:
 
 
 class Order:
-    """Pieces of a text in a random order, each once an epoch; where it stands is one number.
+    """Pieces of a text in random order, each once per epoch; a single number gives the position.
 
     Args:
         text: uint8.
-        length: bytes of a piece.
-        seed: of the order.
+        length: bytes in a piece.
+        seed: seed of the order.
     """
 
     def __init__(self, text: np.ndarray, length: int, seed: int):
@@ -148,7 +148,7 @@ class Order:
         self._epoch, self._order = -1, np.empty(0, np.int64)
 
     def rows(self, first: int, count: int) -> np.ndarray:
-        """uint8 [count, length], the pieces number first .. first + count - 1."""
+        """Returns uint8 [count, length]: pieces first .. first + count - 1."""
         return np.stack([self._piece(number) for number in range(first, first + count)])
 
     def _piece(self, number: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Quantized tensors in PyTorch: a frozen weight in FP4 that is dequantized in a compiled forward."""
+"""Quantized tensors in PyTorch: a frozen FP4 weight that is dequantized in a compiled forward."""
 
 import torch
 
@@ -14,7 +14,7 @@ print("bytes:", weight.nbytes, "->", q.codes.nbytes + q.scales.nbytes + q.tensor
 
 
 class Frozen(torch.nn.Module):
-    """A linear layer whose weight is kept quantized."""
+    """A linear layer with a quantized weight."""
 
     def __init__(self, weight):
         super().__init__()

@@ -1,11 +1,11 @@
-"""Train a byte-level transformer under FSDP2 in bf16, MXFP8, FP8 blocks and NVFP4: the losses, the bytes and a plot.
+"""Trains a byte-level transformer under FSDP2 in bf16, MXFP8, FP8 blocks and NVFP4; prints losses and bytes, and plots losses.
 
     python examples/train_fsdp2.py                                      # two processes on the CPU
     torchrun --nproc-per-node 4 examples/train_fsdp2.py                 # on GPUs, with NCCL
 
-Each recipe starts from the same weights and sees the same batches. Weights live sharded as codes and scales, FSDP2 gathers
-those, AdamW updates fp32 masters and writes codes and scales again. With --save and --resume a run goes on where this program
-or train_jax.py left it, with the same bits.
+Each recipe starts from the same weights and sees the same batches. Weights are stored and gathered as codes and scales; AdamW
+updates fp32 masters and writes new codes and scales. With --save and --resume, a run continues from a checkpoint of this
+program or of train_jax.py, with the same bits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import blockfp.torch as bfp
 
 
 class Block(nn.Module):
-    """Causal attention and a feed-forward layer, each behind a norm and beside a residual."""
+    """Causal attention and a feed-forward layer, each with a norm before it and a residual."""
 
     def __init__(self, config: byte_text.Config):
         super().__init__()
@@ -53,7 +53,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Bytes [batch, length] to logits of the next byte [batch, length, 256]."""
+    """Maps bytes [batch, length] to logits of the next byte [batch, length, 256]."""
 
     def __init__(self, config: byte_text.Config):
         super().__init__()
@@ -86,7 +86,7 @@ class GatheredBytes(TorchDispatchMode):
 def build(
     config: byte_text.Config, recipe: str, seed: int, device: torch.device, saved: dict[str, torch.Tensor] | None = None
 ) -> nn.Module:
-    """The model, sharded: with its first weights, or with saved ones."""
+    """Builds the sharded model, with initial or saved weights."""
     model = Transformer(config)
     weights = byte_text.first_weights(config, seed)
     model.load_state_dict({f"{name}.weight": torch.from_numpy(value) for name, value in weights.items()})
@@ -116,7 +116,7 @@ BUFFERS |= {"rng_key": ("rng_key", torch.uint32), "step": ("rng_step", torch.int
 
 
 def buffers_of(model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.dtype]]:
-    """Tensors that layers keep beside their weights, by names in a file, and the dtypes there."""
+    """Returns the layers' buffers by their names in a file, with the dtypes used there."""
     found = {}
     for key, buffer in model.named_buffers():
         layer, _, own = key.rpartition(".")
@@ -130,7 +130,7 @@ KINDS = {"master": "master", "exp_avg": "first", "exp_avg_sq": "second"}
 
 
 def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Gathers everything that a run goes on from, and writes it on rank 0."""
+    """Gathers the state of a run and writes it on rank 0."""
     gather = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights, states = get_state_dict(model, optimizer, options=gather)
     if dist.get_rank() != 0:
@@ -150,7 +150,7 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: i
 
 
 def load_state(optimizer: torch.optim.Optimizer, model: nn.Module, saved: dict[str, torch.Tensor]) -> None:
-    """Gives the optimizer its part of the masters and moments of a file."""
+    """Loads this rank's part of a file's masters and moments into the optimizer."""
     state = {}
     for i, (key, _) in enumerate(model.named_parameters()):
         name = key.removesuffix(".weight")
@@ -160,13 +160,13 @@ def load_state(optimizer: torch.optim.Optimizer, model: nn.Module, saved: dict[s
 
 
 def loss_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in nats a byte; rows: int64 [batch, context + 1]."""
+    """Returns the mean cross-entropy in nats per byte; rows: int64 [batch, context + 1]."""
     logits = model(rows[:, :-1])
     return F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
 
 
 def train(recipe: str, options: argparse.Namespace, progress: Progress | None) -> dict:
-    """One run; what it measured. Every rank returns the same losses."""
+    """Trains once and returns the measurements. Every rank returns the same losses."""
     config, rank, ranks = byte_text.Config(), dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     text, held_out = byte_text.read_text()
@@ -220,7 +220,7 @@ def train(recipe: str, options: argparse.Namespace, progress: Progress | None) -
 
 
 def stored_bytes(parameter: torch.Tensor) -> int:
-    """Bytes of this rank's shard of a parameter."""
+    """Returns the bytes of this rank's shard of a parameter."""
     local = parameter.to_local()
     if not isinstance(local, bfp.QuantizedTensor):
         return local.nbytes
@@ -250,13 +250,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", default="bf16,mxfp8,fp8_block,nvfp4", help="separated by commas")
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--batch", type=int, default=16, help="pieces of text in a step, over all ranks")
-    parser.add_argument("--held-out", type=int, default=64, help="pieces of text that the trained model is judged on")
+    parser.add_argument("--batch", type=int, default=16, help="pieces of text per step, over all ranks")
+    parser.add_argument("--held-out", type=int, default=64, help="pieces of held-out text")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=2, help="started here where torchrun started none")
-    parser.add_argument("--save", type=Path, help="folder for each run's weights and optimizer, RECIPE.safetensors")
-    parser.add_argument("--save-at", type=int, help="the step after which --save does so; by default the last")
-    parser.add_argument("--resume", type=Path, help="folder to go on from: what --save of this program or train_jax.py wrote")
+    parser.add_argument("--processes", type=int, default=2, help="processes to start without torchrun")
+    parser.add_argument("--save", type=Path, help="folder for each run's weights and optimizer state, RECIPE.safetensors")
+    parser.add_argument("--save-at", type=int, help="step after which to save; default: the last")
+    parser.add_argument("--resume", type=Path, help="folder to resume from, written by --save of this program or train_jax.py")
     parser.add_argument("--out", type=Path, default=Path("train_fsdp2.json"))
     options = byte_text.parsed(parser)
     if "LOCAL_RANK" in os.environ:

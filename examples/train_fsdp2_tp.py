@@ -1,8 +1,8 @@
-"""Train the byte-level transformer under FSDP2 x tensor parallelism, with sequence parallelism; weights quantized.
+"""Trains the byte-level transformer under FSDP2 x tensor parallelism with sequence parallelism and quantized weights.
 
     python examples/train_fsdp2_tp.py --recipe fp8_block          # four processes, on GPUs or on the CPU: FSDP 2 x TP 2
 
-Embeddings and head are torch's own layers, cut by torch; the blocks between them are blockfp's.
+Embeddings and head are torch layers, sharded by torch; the blocks between them are blockfp's.
 """
 
 import argparse
@@ -33,7 +33,7 @@ if "LOCAL_RANK" not in os.environ:
 
 
 class Transformer(nn.Module):
-    """The loss of each next byte. Between embeddings and head a rank has its part of every piece of text."""
+    """Returns the loss of each next byte. Between embeddings and head, a rank has its part of every piece of text."""
 
     def __init__(self):
         super().__init__()

@@ -1,9 +1,10 @@
-"""Train the byte-level transformer of train_fsdp2.py in JAX, under shard_map: the same weights, batches and recipes.
+"""Trains the byte-level transformer of train_fsdp2.py in JAX under shard_map: the same weights, batches and recipes.
 
     python examples/train_jax.py                                        # two host devices on the CPU, or all GPUs
 
-Weights live sharded as codes and scales (FSDP), each layer gathers those, AdamW updates fp32 masters and quantizes them again.
-With --save and --resume a run goes on where this program or train_fsdp2.py left it, with the same bits.
+Weights are sharded as codes and scales (FSDP) and gathered as such by each layer; AdamW updates fp32 masters and quantizes
+them again. With --save and --resume, a run continues from a checkpoint of this program or of train_fsdp2.py, with the same
+bits.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ MATRICES = ("qkv", "out", "up", "down")
 
 
 def stacked(flat: dict, layers: int) -> dict:
-    """`byte_text.first_weights`, or what an optimizer keeps for each, as a tree whose blocks are one stack, for scan.
+    """Returns `byte_text.first_weights`, or an optimizer's state of them, as a tree whose blocks are one stack, for scan.
 
-    What `flat` lacks is None.
+    Entries missing in `flat` are None.
     """
     blocks = {}
     for name in ("attention_norm", "mlp_norm", *MATRICES):
@@ -46,7 +47,7 @@ def stacked(flat: dict, layers: int) -> dict:
 
 
 def unstacked(tree: dict) -> dict:
-    """The inverse of `stacked`; quantized weights included."""
+    """The inverse of `stacked`, for quantized weights too."""
     flat = {name: leaf for name, leaf in tree.items() if name != "blocks" and leaf is not None}
     for name, leaf in tree["blocks"].items():
         if leaf is not None:
@@ -62,7 +63,7 @@ def rms_norm(x, weight):
 
 
 def linear(x, weight, random, scaling, recipe: str):
-    """x w^T, of a weight that is cut over "data", and the state of delayed scaling, if there is one.
+    """Returns x w^T for a weight sharded over "data", and the state of delayed scaling, if any.
 
     `random`: `first_random` of one layer.
     """
@@ -74,7 +75,7 @@ def linear(x, weight, random, scaling, recipe: str):
 
 
 def block(x, weights, random, scaling, heads: int, recipe: str):
-    """Causal attention and a feed-forward layer, each behind a norm and beside a residual; x [batch, length, width]."""
+    """Causal attention and a feed-forward layer, each with a norm before it and a residual; x [batch, length, width]."""
     seen = {}
 
     def layer(name, x):
@@ -90,7 +91,7 @@ def block(x, weights, random, scaling, heads: int, recipe: str):
 
 
 def loss_of(params, scaling, random, rows, heads: int, recipe: str):
-    """(mean cross-entropy in nats a byte, `scaling` with the inputs' amaxes); rows: [batch, context + 1]."""
+    """Returns (mean cross-entropy in nats per byte, `scaling` with the inputs' amaxes); rows: [batch, context + 1]."""
     tokens, targets = rows[:, :-1], rows[:, 1:]
     half = lambda name: params[name].astype(jnp.bfloat16)  # noqa: E731
     x = half("embedding")[tokens] + half("positions")[: tokens.shape[1]]
@@ -105,14 +106,14 @@ def loss_of(params, scaling, random, rows, heads: int, recipe: str):
 
 
 def first_scaling(layers: int, recipe: str) -> dict:
-    """The states of delayed scaling by matrix, each a stack for scan; None for other recipes."""
+    """Returns the delayed-scaling states by matrix, each a stack for scan; None for other recipes."""
     if recipe != "fp8_delayed":
         return dict.fromkeys(MATRICES)
     return {name: jax.vmap(lambda _: bfp.delayed_state(recipe))(jnp.arange(layers)) for name in MATRICES}
 
 
 def first_random(config: byte_text.Config, recipe: str, seed: int) -> dict:
-    """Keys of stochastic rounding by matrix and how often each was used, each a stack for scan; None for other recipes."""
+    """Returns keys of stochastic rounding and their use counts by matrix, each a stack for scan; None for other recipes."""
     if recipe != "nvfp4":
         return dict.fromkeys(MATRICES)
     keys = stacked(byte_text.first_keys(config, seed), config.layers)["blocks"]
@@ -120,7 +121,7 @@ def first_random(config: byte_text.Config, recipe: str, seed: int) -> dict:
 
 
 def start(config: byte_text.Config, recipe: str, seed: int, optimizer, mesh: jax.sharding.Mesh, resume: Path | None) -> tuple:
-    """Parameters, the optimizer's state, that of delayed scaling and keys, on the mesh: the first ones, or those of a file."""
+    """Returns parameters, optimizer state, delayed-scaling states and keys on the mesh, initial or from a file."""
     first = stacked(byte_text.first_weights(config, seed), config.layers)
     is_matrix = lambda path, leaf: path.split(".")[-1] in MATRICES  # noqa: E731
     specs = {name: P() for name in first} | {
@@ -136,7 +137,7 @@ def start(config: byte_text.Config, recipe: str, seed: int, optimizer, mesh: jax
 
 
 def train(recipe: str, options: argparse.Namespace, progress: Progress) -> dict:
-    """One run; what it measured."""
+    """Trains once and returns the measurements."""
     config, ranks = byte_text.Config(), options.devices
     mesh = jax.make_mesh((ranks,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks])
     text, held_out = byte_text.read_text()
@@ -199,7 +200,7 @@ def train(recipe: str, options: argparse.Namespace, progress: Progress) -> dict:
 
 
 def everything(params: dict, state, scaling: dict, random: dict) -> dict:
-    """State that a run goes on from, layer by layer, as `byte_text` says; of whole parameters and state."""
+    """Returns the state of a run layer by layer, named as in `byte_text`, from unsharded parameters and state."""
     trees = {"master": state.masters, "first": state.inner.first, "second": state.inner.second}
     trees |= {part: {"blocks": {n: s and getattr(s, part) for n, s in scaling.items()}} for part in byte_text.SCALING}
     trees |= {part: {"blocks": {n: r and r[part] for n, r in random.items()}} for part in byte_text.RANDOM}
@@ -207,13 +208,13 @@ def everything(params: dict, state, scaling: dict, random: dict) -> dict:
 
 
 def save(path: Path, params: dict, state, scaling: dict, random: dict) -> None:
-    """Writes everything that a run goes on from, of sharded parameters and state."""
+    """Writes the state of a run from sharded parameters and state."""
     path.parent.mkdir(parents=True, exist_ok=True)
     bfp.save(path, everything(bfp.unshard_params(params), bfp.unshard_state(state, params), scaling, random))
 
 
 def load(path: Path, params: dict, state, scaling: dict, random: dict) -> tuple:
-    """Parameters, both states and keys of a file, of the formats and shapes of these."""
+    """Returns a file's parameters, both states and keys, in the formats and shapes of the given ones."""
     found = bfp.load(path, like=everything(params, state, scaling, random))
     layers = len(params["blocks"]["mlp_norm"])
     masters, first, second, *parts = (stacked(found[k], layers) for k in ("master", "first", "second", *byte_text.SCALING))
@@ -232,13 +233,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", default="bf16,mxfp8,fp8_block,nvfp4", help="separated by commas")
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--batch", type=int, default=16, help="pieces of text in a step, over all devices")
-    parser.add_argument("--held-out", type=int, default=64, help="pieces of text that the trained model is judged on")
+    parser.add_argument("--batch", type=int, default=16, help="pieces of text per step, over all devices")
+    parser.add_argument("--held-out", type=int, default=64, help="pieces of held-out text")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--devices", type=int, default=jax.device_count())
-    parser.add_argument("--save", type=Path, help="folder for each run's weights and optimizer, RECIPE.safetensors")
-    parser.add_argument("--save-at", type=int, help="the step after which --save does so; by default the last")
-    parser.add_argument("--resume", type=Path, help="folder to go on from: what --save of this program or train_fsdp2.py wrote")
+    parser.add_argument("--save", type=Path, help="folder for each run's weights and optimizer state, RECIPE.safetensors")
+    parser.add_argument("--save-at", type=int, help="step after which to save; default: the last")
+    parser.add_argument(
+        "--resume", type=Path, help="folder to resume from, written by --save of this program or train_fsdp2.py"
+    )
     parser.add_argument("--out", type=Path, default=Path("train_jax.json"))
     options = byte_text.parsed(parser)
     columns = ("{task.description:>10}", BarColumn(), MofNCompleteColumn(), "loss {task.fields[loss]:.3f}", TimeElapsedColumn())

@@ -1,12 +1,12 @@
-"""Train a small mixture of experts on real text in bf16, MXFP8 and FP8 blocks: the losses on unseen text, within 1%.
+"""Trains a small mixture of experts on real text in bf16, MXFP8 and FP8 blocks; losses on unseen text must agree within 1%.
 
     python examples/train_moe.py
 
 A byte-level transformer whose feed-forward layers are mixtures: a router sends each byte to two of eight experts. The experts'
-weights are a `bfp.GroupedLinear`, stored as codes and scales, and multiplied in the recipe's formats forward and backward. In
-bf16 they are plain tensors, multiplied by torch's `grouped_mm`. All runs begin with the same weights and read the same text.
+weights are a `bfp.GroupedLinear`: stored as codes and scales, and multiplied in the recipe's formats forward and backward. In
+bf16 they are plain tensors multiplied by torch's `grouped_mm`. All runs start from the same weights and read the same text.
 
-The program fails where a recipe's loss on held-out text is more than 1% away from that of bf16.
+The program fails if a recipe's held-out loss differs from bf16's by more than 1%.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BALANCE = 0.01
 
 
 class PlainGrouped(nn.Module):
-    """What `bfp.GroupedLinear` computes, by torch in bf16."""
+    """A `bfp.GroupedLinear` computed by torch in bf16."""
 
     def __init__(self, experts: int, in_features: int, out_features: int):
         super().__init__()
@@ -43,14 +43,14 @@ class PlainGrouped(nn.Module):
 
 
 def grouped(in_features: int, out_features: int, recipe: str) -> nn.Module:
-    """One layer for each expert, without bias; it is called with rows sorted by expert, and how many each expert has."""
+    """Returns one layer per expert, without bias; it is called with rows sorted by expert and the count of each."""
     if recipe == "bf16":
         return PlainGrouped(EXPERTS, in_features, out_features)
     return bfp.GroupedLinear(EXPERTS, in_features, out_features, bias=False, recipe=recipe)
 
 
 class Mixture(nn.Module):
-    """The best two of eight SwiGLU layers for each token, weighted; x [tokens, width]."""
+    """The weighted best two of eight SwiGLU layers for each token; x [tokens, width]."""
 
     def __init__(self, recipe: str):
         super().__init__()
@@ -59,7 +59,7 @@ class Mixture(nn.Module):
         self.down = grouped(HIDDEN, WIDTH, recipe)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns y, the load-balancing loss and how many rows each expert had. Nothing here waits for a GPU."""
+        """Returns y, the load-balancing loss and each expert's row count. Nothing here waits for a GPU."""
         # Routers stay in float32: a token that changes its expert changes more than any rounding does.
         with torch.autocast(x.device.type, enabled=False):
             probabilities = self.router(x.float()).softmax(-1)
@@ -78,7 +78,7 @@ class Mixture(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal attention and a mixture of experts, each behind a norm and beside a residual."""
+    """Causal attention and a mixture of experts, each with a norm before it and a residual."""
 
     def __init__(self, recipe: str):
         super().__init__()
@@ -99,7 +99,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Bytes [batch, length] to logits of the next byte [batch, length, 256], and what the mixtures return beside y."""
+    """Maps bytes [batch, length] to logits of the next byte [batch, length, 256], and the mixtures' other results."""
 
     def __init__(self, recipe: str):
         super().__init__()
@@ -120,7 +120,7 @@ class Transformer(nn.Module):
 
 
 def build(recipe: str, first: dict[str, Tensor], device: torch.device) -> nn.Module:
-    """The model with its first weights: experts and attention quantized by the recipe, the rest in float32."""
+    """Builds the model with initial weights: experts and attention quantized by the recipe, the rest in float32."""
     model = Transformer(recipe)
     # Codes are made of these values. The values themselves become the optimizer's masters.
     model.load_state_dict(first)
@@ -130,7 +130,7 @@ def build(recipe: str, first: dict[str, Tensor], device: torch.device) -> nn.Mod
 
 
 def losses_of(model: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(mean cross-entropy in nats a byte, the load-balancing loss, rows by layer and expert); rows: [batch, context + 1]."""
+    """Returns (cross-entropy in nats per byte, load-balancing loss, rows by layer and expert); rows: [batch, context + 1]."""
     with torch.autocast(rows.device.type, torch.bfloat16):
         logits, balance, counts = model(rows[:, :-1])
     return F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten()), balance, counts
@@ -138,7 +138,7 @@ def losses_of(model: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def judge(model: nn.Module, rows: Tensor) -> tuple[float, float]:
-    """(loss on these pieces of text, share of a layer's rows that its busiest expert has)."""
+    """Returns (loss on these pieces of text, share of a layer's rows that its busiest expert has)."""
     found = [losses_of(model, part) for part in rows.split(64)]
     loss = sum(loss.item() * len(part) for (loss, _, _), part in zip(found, rows.split(64), strict=True)) / len(rows)
     counts = sum(counts for _, _, counts in found)
@@ -146,14 +146,14 @@ def judge(model: nn.Module, rows: Tensor) -> tuple[float, float]:
 
 
 def expert_bytes(model: nn.Module) -> int:
-    """Bytes that the experts' weights are stored in."""
+    """Returns the stored bytes of the experts' weights."""
     weights = [layer.weight for block in model.blocks for layer in (block.mixture.up, block.mixture.down)]
     parts = [part for w in weights for part in (w.parts if isinstance(w, bfp.QuantizedTensor) else [w])]
     return sum(part.nbytes for part in parts)
 
 
 def train(recipe: str, options: argparse.Namespace, first: dict[str, Tensor], progress: Progress) -> dict[str, float]:
-    """One run; what it measured."""
+    """Trains once and returns the measurements."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     text, held_out = byte_text.read_text()
     model = build(recipe, first, device)
@@ -179,10 +179,12 @@ def train(recipe: str, options: argparse.Namespace, first: dict[str, Tensor], pr
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--batch", type=int, default=24, help="pieces of text in a step")
-    parser.add_argument("--held-out", type=int, default=512, help="pieces of text that the trained models are judged on")
-    parser.add_argument("--within", type=float, default=1.0, help="percent that a recipe's loss may be away from that of bf16")
-    parser.add_argument("--seed", type=int, default=0, help="of the first weights and the pieces of text")
+    parser.add_argument("--batch", type=int, default=24, help="pieces of text per step")
+    parser.add_argument("--held-out", type=int, default=512, help="pieces of held-out text")
+    parser.add_argument(
+        "--within", type=float, default=1.0, help="maximum difference of a recipe's loss from bf16's, in percent"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the initial weights and the pieces of text")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     plain = Transformer("bf16")

@@ -1,4 +1,4 @@
-"""The table and the plot of what the training examples wrote: `python examples/training_report.py RESULTS.json ..`"""
+"""Prints a table and a plot of the training examples' results: `python examples/training_report.py RESULTS.json ..`"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMOOTHED = 10
 
 
 def show(results: Sequence[Path], plot: Path | None = None) -> None:
-    """Prints a table of the runs in these files and writes a plot of their losses beside the first."""
+    """Prints a table of the runs in these files and plots their losses against the first."""
     found = [json.loads(path.read_text()) for path in results]
     console = Console(width=140)
     console.print(_table(found))
@@ -60,7 +60,7 @@ def _table(found: Sequence[dict]) -> Table:
 
 
 def _plot(found: Sequence[dict], path: Path) -> None:
-    """Losses on the left; on the right, where recipes can be told apart, their differences from bf16 in the same framework."""
+    """Plots losses on the left and, if recipes can be told apart, differences from bf16 in the same framework on the right."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -61,8 +61,8 @@ def check_visible(tree: Any) -> None:
     for where, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
             raise ValueError(
-                f"{path_name(where)} lies on devices of several processes, of which each sees its part: save it with Orbax, "
-                "whose checkpoints load on any mesh, or gather it first (jax.experimental.multihost_utils.process_allgather)"
+                f"{path_name(where)} is on devices of several processes: save it by Orbax, whose checkpoints load on "
+                "any mesh, or gather it first (jax.experimental.multihost_utils.process_allgather)"
             )
 
 

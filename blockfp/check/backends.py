@@ -92,21 +92,21 @@ def load(names: list[str] | None) -> list[Backend]:
             found.append(_own(name) if ":" in name else _known(name))
         except ImportError as error:
             if name in asked:
-                raise BadBackend(f"--backend {name}: not here: {error}") from error
+                raise BadBackend(f"--backend {name}: unavailable: {error}") from error
             continue
         except BadBackend:
             raise
         except Exception as error:
             raise BadBackend(f"backend {name!r} can't be made: {type(error).__name__}: {error}") from error
         if found[-1].name in [backend.name for backend in found[:-1]]:
-            raise BadBackend(f"--backend {name}: another backend is called {found[-1].name!r} too: reports know them by name")
+            raise BadBackend(f"--backend {name}: another backend is also named {found[-1].name!r}: reports need distinct names")
     return found
 
 
 def _known(name: str) -> Backend:
     if name not in BACKENDS:
         known = ", ".join(BACKENDS)
-        raise BadBackend(f"--backend {name}: must be one of {known}, all, or package.module:attribute for one of your own")
+        raise BadBackend(f"--backend {name}: must be one of {known}, all, or package.module:attribute of your own")
     return BACKENDS[name]()
 
 

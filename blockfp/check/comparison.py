@@ -59,12 +59,12 @@ def read_report(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise BadFile(path, error.strerror or error) from error
     except ValueError as error:
-        raise BadFile(path, f"is no JSON: {error}") from error
+        raise BadFile(path, f"is not JSON: {error}") from error
     try:
         _tensors(report)
         _facts(report)
     except Exception as error:
-        raise BadFile(path, f"is no report of blockfp check --report: {type(error).__name__} at {error}") from error
+        raise BadFile(path, f"is not a report of blockfp check --report: {type(error).__name__} at {error}") from error
     return report
 
 
@@ -103,9 +103,9 @@ def _tensors(report: Mapping[str, Any]) -> dict[str, tuple[dict[str, Any], dict[
             for check in tensor["checks"]:
                 hashes = {part: _is_a(str, check[f"{part}_sha256"]) for part in PARTS}
                 if formats.setdefault(_is_a(str, check["format"]), hashes) is not hashes:
-                    raise ValueError(f"{check['format']!r} of {name!r}, which is there twice")
+                    raise ValueError(f"{check['format']!r} of {name!r}, which is duplicated")
             if tensors.setdefault(name, (identity, formats))[1] is not formats:
-                raise ValueError(f"{name!r}, which is there twice")
+                raise ValueError(f"{name!r}, which is duplicated")
     _is_a(bool, report["identical"])
     return tensors
 
@@ -118,7 +118,7 @@ def _is_a(kind: type[T], value: Any) -> T:
 
 def _compare_tensor(found: Comparison, name: str, a: Any, b: Any) -> None:
     if a is None or b is None:
-        found.differences.append(f"{name}: in {'A' if b is None else 'B'} alone")
+        found.differences.append(f"{name}: only in {'A' if b is None else 'B'}")
         return
     unlike = [part for part in a[0] if a[0][part] != b[0][part]]
     if unlike:
@@ -130,7 +130,7 @@ def _compare_tensor(found: Comparison, name: str, a: Any, b: Any) -> None:
     for format in dict.fromkeys([*a[1], *b[1]]):
         hashes = [each[1].get(format) for each in (a, b)]
         if None in hashes:
-            found.differences.append(f"{name}, {format}: in {'A' if hashes[1] is None else 'B'} alone")
+            found.differences.append(f"{name}, {format}: only in {'A' if hashes[1] is None else 'B'}")
             continue
         found.compared[format] = found.compared.get(format, 0) + 1
         parts = [part for part in PARTS if hashes[0][part] != hashes[1][part]]

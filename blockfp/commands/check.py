@@ -39,19 +39,19 @@ def versions() -> dict[str, str]:
     return {"blockfp": __version__, "python": python, **libraries}
 
 
-FormatOption = Annotated[list[str], typer.Option("--format", help="A format's name, or all; may be repeated.")]
-OWN = "package.module:attribute for one of your own (blockfp.check.crosscheck.Backend)"
+FormatOption = Annotated[list[str], typer.Option("--format", help="Format name, or all; repeatable.")]
+OWN = "package.module:attribute of your own (see blockfp.check.crosscheck.Backend)"
 BackendOption = Annotated[
     list[str] | None,
     typer.Option(
         "--backend",
-        help=f"Of {', '.join(BACKENDS)}, or all, or {OWN}; may be repeated. Default: all that are here, but for "
-        f"{' and '.join(backends.WHERE_NAMED)}, which take long.",
+        help=f"One of {', '.join(BACKENDS)}, or all, or {OWN}; repeatable. Default: all available except the slow "
+        f"{' and '.join(backends.WHERE_NAMED)}.",
     ),
 ]
 CompareOption = Annotated[
     tuple[Path, Path] | None,
-    typer.Option("--compare", metavar="A.json B.json", help="Compare two reports, of two machines or releases, instead."),
+    typer.Option("--compare", metavar="A.json B.json", help="Instead, compare two reports, of two machines or releases."),
 ]
 
 
@@ -63,16 +63,16 @@ def check_command(
     backend: BackendOption = None,
     compare: CompareOption = None,
     source: Annotated[
-        Path | None, typer.Option("--source", help="Hold FILE, a quantized model of any layout, against this one instead.")
+        Path | None, typer.Option("--source", help="Instead, compare FILE, a quantized model in any layout, with this one.")
     ] = None,
-    report: Annotated[Path | None, typer.Option(help="Write everything found to this .json file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw errors and scales into this .png file.")] = None,
-    per_tensor: Annotated[bool, typer.Option("--per-tensor", help="A table line for each tensor and format.")] = False,
+    report: Annotated[Path | None, typer.Option(help="Write all results to this .json file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot errors and scales into this .png file.")] = None,
+    per_tensor: Annotated[bool, typer.Option("--per-tensor", help="Print a table row per tensor and format.")] = False,
 ) -> None:
-    """Quantizes every tensor with every backend and compares codes, scales and values, bit by bit.
+    """Quantizes every tensor with every backend and compares codes, scales and values bit by bit.
 
-    With --source it compares a quantized model with the model that it was made from: the noise of its values, and whether its
-    bits are those that blockfp makes. With --compare it compares two reports (--report) of the same tensors by SHA-256.
+    With --source it compares a quantized model with the model it was made from: the noise of its values, and whether blockfp
+    makes the same bits. With --compare it compares two reports (--report) of the same tensors by SHA-256.
 
     Exits with 0 if all bits are equal; 1 on any difference; 2 on bad input, or if nothing is compared because no tensor can be
     quantized or only one backend has a format; 3 if a backend fails.
@@ -81,7 +81,7 @@ def check_command(
         given = {"FILE": files, "--backend": backend, "--report": report, "--plot": plot, "--per-tensor": per_tensor}
         given |= {"--format": format != ["all"], "--source": source}
         if any(given.values()):
-            raise refused(f"--compare compares two reports, and takes no {' or '.join(n for n, v in given.items() if v)}")
+            raise refused(f"--compare compares two reports; remove {' and '.join(n for n, v in given.items() if v)}")
         raise typer.Exit(_print_comparison(compare_reports(*map(read_report, compare))))
     if not files:
         raise refused("FILE: name a .safetensors, .npy or .npz file, or two reports with --compare")
@@ -89,7 +89,7 @@ def check_command(
         given = {"more than one FILE": files[1:], "--backend": backend, "--report": report, "--plot": plot}
         given["--format"] = format != ["all"]
         if any(given.values()):
-            raise refused(f"--source holds one FILE against it, and takes no {' or '.join(n for n, v in given.items() if v)}")
+            raise refused(f"--source compares one FILE with it; remove {' and '.join(n for n, v in given.items() if v)}")
         raise typer.Exit(_print_source(files[0], source))
     formats = list(FORMATS) if "all" in format else list(dict.fromkeys(map(format_of, format)))
     for path, suffix, option in ((report, ".json", "--report"), (plot, ".png", "--plot")):
@@ -112,7 +112,7 @@ def check_command(
 
         with replacing(plot) as temporary:
             draw(findings, temporary)
-        say(f"picture: {plot}")
+        say(f"plot: {plot}")
     raise typer.Exit(2 if findings.empty else 1 if not findings.identical else 2 if findings.alone else 0)
 
 
@@ -178,17 +178,17 @@ def _print_verdict(findings: Findings, shown: int = 20) -> None:
         say(f"and {len(differences) - shown} more", "red")
     tensors = sum(len(tensors) for tensors in findings.files.values())
     for name, formats in findings.without().items():
-        say(f"{name} has no {', '.join(map(str, formats))}: left out there")
+        say(f"{name} has no {', '.join(map(str, formats))}: skipped for these")
     names = ", ".join(backend.name for backend in findings.backends)
     what = f"{tensors} tensors in {len(findings.formats)} formats through {names}"
     if findings.empty:
-        say(f"{what}: nothing to check, which takes float32, float16 or bfloat16 of two or more axes", "red")
+        say(f"{what}: nothing to check; tensors must be float32, float16 or bfloat16 with two or more axes", "red")
     elif differences:
         say(f"{what}: bits differ", "red")
     elif len(findings.backends) == 1:
-        say(f"{what}: only one backend, nothing to compare it with", "red")
+        say(f"{what}: only one backend, nothing to compare", "red")
     elif findings.alone:
-        say(f"{what}: only one backend has {', '.join(map(str, findings.alone))}, nothing to compare it with", "red")
+        say(f"{what}: only one backend has {', '.join(map(str, findings.alone))}, nothing to compare", "red")
     else:
         say(f"{what}: all bits equal", "green")
 
@@ -203,7 +203,7 @@ def _print_comparison(comparison: Comparison, shown: int = 20) -> int:
         say(difference, "red")
     if len(comparison.differences) > shown:
         say(f"and {len(comparison.differences) - shown} more", "red")
-    what = f"{sum(comparison.compared.values())} tensors in {len(comparison.compared)} formats, counted in each"
+    what = f"{sum(comparison.compared.values())} tensors in {len(comparison.compared)} formats, counted per format"
     if not comparison.compared:
         say("the reports have no tensor in common in any format", "red")
         return 2
@@ -220,7 +220,7 @@ def _print_source(path: Path, source: Path) -> int:
     for name, format, equal, sqnr in against_source(model, saving.open_whole(source)):
         differing += not equal
         if format is not None:
-            made = "blockfp's bits of it" if equal else "NO (other bits than blockfp makes of it)"
+            made = "the bits that blockfp makes" if equal else "NO (blockfp makes other bits)"
             say(f"{name}: {format}, SQNR {sqnr:.1f} dB, {made}", "" if equal else "red")
         elif not equal:
             say(f"{name}: NO (differs from the source)", "red")

@@ -47,9 +47,9 @@ def check_output(path: Path, suffix: str, option: str, *, force: bool = True) ->
     if not path.parent.is_dir():
         raise refused(f"{option} {path}: {path.parent} is not a folder")
     if not os.access(path.parent, os.W_OK):
-        raise refused(f"{option} {path}: {path.parent} can't be written to")
+        raise refused(f"{option} {path}: {path.parent} isn't writable")
     if path.is_dir():
         raise refused(f"{option} {path}: is a folder")
     for there in (path, path.with_name(path.name + saving.INDEX)):
         if there.exists() and not force:
-            raise refused(f"{option} {there}: exists already; --force overwrites it")
+            raise refused(f"{option} {there}: already exists; --force overwrites it")

@@ -31,10 +31,10 @@ Target = Annotated[Path, typer.Argument(metavar="OUT", help="The .safetensors fi
 def quantize_command(
     source: Source,
     target: Target,
-    format: Annotated[str, typer.Option("--format", help="A format's name.")],
+    format: Annotated[str, typer.Option("--format", help="Format name.")],
     force: Force = False,
 ) -> None:
-    """Writes a model's codes and scales; tensors of fewer than two axes or another type are copied."""
+    """Quantizes a model into codes and scales; tensors with fewer than two axes or another dtype are copied."""
     parsed = format_of(format)
     check_output(target, ".safetensors", "OUT", force=force)
     model = open_model(source)
@@ -51,15 +51,15 @@ def _convert(model: Model, target: Path, convert: Callable[[Path, Callable[[Tens
 
 def dequantize_command(
     source: Annotated[
-        Path, typer.Argument(metavar="IN", help="What blockfp quantize or export wrote, in one file or several.")
+        Path, typer.Argument(metavar="IN", help="A model written by blockfp quantize or export, in one file or several.")
     ],
     target: Target,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="float32, float16 or bfloat16. Default: each tensor's original one.")
+        str | None, typer.Option("--dtype", help="float32, float16 or bfloat16. Default: each tensor's original dtype.")
     ] = None,
     force: Force = False,
 ) -> None:
-    """Writes the values of a quantized model."""
+    """Dequantizes a model and writes its values."""
     if dtype not in (None, "float32", "float16", "bfloat16"):
         raise refused(f"--dtype {dtype}: must be float32, float16 or bfloat16")
     check_output(target, ".safetensors", "OUT", force=force)
@@ -79,7 +79,7 @@ def _check_folder(target: Path, force: bool) -> None:
 
 
 FileBytes = Annotated[
-    int | None, typer.Option("--file-bytes", help="Begin another file where one would get larger, and write an index.")
+    int | None, typer.Option("--file-bytes", help="Maximum size of a file; larger models get several files and an index.")
 ]
 
 
@@ -94,10 +94,10 @@ def convert_command(
     file_bytes: FileBytes = None,
     force: Force = False,
 ) -> None:
-    """Writes a quantized model in another library's layout, or a released one in blockfp's.
+    """Converts a quantized model to another library's layout, or a released model to blockfp's.
 
-    Codes and scales are kept if the layout supports their format; requantized weights are listed with their SQNR. Scales of
-    activations are only written to blockfp's layout; otherwise they are left out and listed.
+    Codes and scales are kept if the layout supports their format. Requantized weights are listed with their SQNR. Activation
+    scales are only written to blockfp's layout; otherwise they are omitted and listed.
     """
     if layout != "blockfp" and layout not in LAYOUTS:
         raise refused(f"--layout {layout}: must be one of blockfp, {', '.join(LAYOUTS)}")
@@ -108,7 +108,7 @@ def convert_command(
         _check_folder(target, force)
     model = contents_of(saving.open_whole(source))
     if not model.weights:
-        raise refused(f"IN {source}: has no quantized weights; blockfp quantize makes them")
+        raise refused(f"IN {source}: has no quantized weights; create them by blockfp quantize")
     noise: dict[str, tuple[Format, Format, float]] = {}
 
     def requantized(weight: Weight, values: np.ndarray, q: QuantizedArray) -> None:
@@ -127,12 +127,12 @@ def convert_command(
             model = in_formats_of(LAYOUTS[layout], model, requantized)
             write_layout(LAYOUTS[layout], model, target, file_bytes, done)
     if model.left_out:
-        what = "scales of activations, which the new config.json doesn't tell of"
-        say(f"left out: {_some(list(map(untrusted.printable, model.left_out)), what)}", "yellow")
+        what = "activation scales, which the new config.json doesn't describe"
+        say(f"omitted: {_some(list(map(untrusted.printable, model.left_out)), what)}", "yellow")
     for name, (before, after, sqnr) in noise.items():
         say(f"requantized {untrusted.printable(name)}: {before} to {after}, SQNR {sqnr:.1f} dB", "yellow")
     kept = len(model.weights) - len(noise)
-    say(f"wrote {target}: {kept} quantized weights as they are, {len(noise)} requantized, {len(model.others)} other tensors")
+    say(f"wrote {target}: {kept} quantized weights unchanged, {len(noise)} requantized, {len(model.others)} other tensors")
 
 
 TARGETS = ("quantized", "high-precision", *LAYOUTS)
@@ -141,28 +141,28 @@ TARGETS = ("quantized", "high-precision", *LAYOUTS)
 def export_command(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A run's folder, one of its checkpoints, or any DCP folder.")],
     target: Annotated[
-        Path, typer.Argument(metavar="OUT", help="The .safetensors file; a folder for other libraries' layouts.")
+        Path, typer.Argument(metavar="OUT", help="The .safetensors file to write; a folder for other libraries' layouts.")
     ],
     to: Annotated[str, typer.Option("--to", help=f"One of {', '.join(TARGETS)}.")] = "quantized",
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", help="For high-precision: float32, float16 or bfloat16. Default: each weight's own."),
+        typer.Option("--dtype", help="With --to high-precision: float32, float16 or bfloat16. Default: each weight's dtype."),
     ] = None,
-    step: Annotated[int | None, typer.Option("--step", help="Which checkpoint of a run. Default: the last.")] = None,
+    step: Annotated[int | None, typer.Option("--step", help="The checkpoint's step. Default: the last.")] = None,
     file_bytes: FileBytes = None,
     prefix: Annotated[
         str | None,
-        typer.Option("--prefix", help="What the model's names begin with in the checkpoint, which they lose. Default: model."),
+        typer.Option("--prefix", help="Prefix of the model's names in the checkpoint, which is removed. Default: model."),
     ] = None,
     force: Force = False,
 ) -> None:
-    """Writes the model of a training checkpoint: its stored codes, or values from the optimizer's fp32 weights."""
+    """Exports the model of a training checkpoint: its stored codes, or values from the optimizer's fp32 weights."""
     if to not in TARGETS:
         raise refused(f"--to {to}: must be one of {', '.join(TARGETS)}")
     if dtype not in (None, "float32", "float16", "bfloat16"):
         raise refused(f"--dtype {dtype}: must be float32, float16 or bfloat16")
     if dtype and to != "high-precision":
-        raise refused(f"--dtype {dtype}: goes with --to high-precision; codes have no dtype to choose")
+        raise refused(f"--dtype {dtype}: needs --to high-precision; codes have no dtype to choose")
     _check_file_bytes(file_bytes)
     if to in LAYOUTS:
         _check_folder(target, force)
@@ -171,7 +171,7 @@ def export_command(
     try:
         open_checkpoint = backends.find("torch", "torch_backend.checkpoint.dcp_model", "open_checkpoint")
     except ImportError as error:
-        raise refused(f"a checkpoint of PyTorch can't be read: {error}") from error
+        raise refused(f"PyTorch checkpoints can't be read: {error}") from error
     of_codes: list[str] = []
     with progress() as bar:
         model = export.contents(open_checkpoint(source, step), prefix)
@@ -190,9 +190,9 @@ def export_command(
     if not (model.path / manifest.MANIFEST).exists():
         say(f"{model.path} has no checksums: its files may have changed since they were saved", "yellow")
     if of_codes:
-        say(f"values of codes, since the checkpoint has no fp32 weight: {_some(of_codes, 'weights')}")
+        say(f"dequantized from codes, because the checkpoint has no fp32 weight: {_some(of_codes, 'weights')}")
     if model.left_out:
-        say(f"left out, since only training needs it: {_some(model.left_out, 'tensors')}")
+        say(f"omitted, because only training needs it: {_some(model.left_out, 'tensors')}")
     say(f"wrote {target}: {len(model.weights)} quantized weights and {len(model.others)} other tensors of {model.path.name}")
 
 

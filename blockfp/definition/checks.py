@@ -164,7 +164,7 @@ class NoValues:
         return error
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NoReturn:
-        raise self._refusal("a QuantizedArray is no array of values, and its codes are none")
+        raise self._refusal("a QuantizedArray isn't an array of values, and codes aren't values")
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -172,14 +172,14 @@ class NoValues:
         if not hasattr(other, "__array__"):
             return NotImplemented
         raise TypeError(
-            "== is not defined for a QuantizedArray: compare format, codes, scales and tensor_scale for the same bits, "
-            "or what dequantize() gives for the same values"
+            "== is not defined for a QuantizedArray: compare format, codes, scales and tensor_scale for equal bits, or "
+            "dequantize() for equal values"
         )
 
     __hash__ = object.__hash__
 
     def __bool__(self) -> NoReturn:
-        raise self._refusal("the truth of a QuantizedArray is not defined: ask `is None`, or its values")
+        raise self._refusal("a QuantizedArray has no truth value: test `is None`, or its values")
 
     def __getitem__(self, index: Any) -> NoReturn:
         raise self._refusal("a QuantizedArray can't be indexed, because codes and scales have other axes")

@@ -174,7 +174,7 @@ def _as_stored(stored: Array, tensor: Array | None, amax: Amax, format: Format) 
 def _delayed(multiplier: Array, format: Format, amax: Amax | None) -> Array:
     """Returns the fp32 bits of a given multiplier; raises ValueError unless it can replace the amax."""
     if not format.per_tensor or amax is not None:
-        raise ValueError(f"multiplier is for formats with one scale per tensor and stands instead of amax, got {format}")
+        raise ValueError(f"multiplier replaces amax, and needs a format with one scale per tensor, got {format}")
     return bits.from_float(multiplier)
 
 

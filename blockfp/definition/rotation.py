@@ -28,7 +28,7 @@ def rotate(x: Array, origin: int = 0) -> Array:
     ValueError unless it is a multiple of 16.
     """
     if origin % GROUP:
-        raise ValueError(f"origin {origin} of a rotated axis must be a multiple of {GROUP}: a group can't be cut")
+        raise ValueError(f"origin {origin} of a rotated axis must be a multiple of {GROUP}: groups can't be divided")
     xp = array_namespace(x)
     *leading, length = x.shape
     whole = length - length % GROUP

@@ -40,7 +40,7 @@ def contents(checkpoint: Model, prefix: str | None = None) -> Contents:
     own = {name.removeprefix(before): tensor for name, tensor in there.items() if name.startswith(before)}
     if not own:
         known = ", ".join(sorted({name.split(".")[0] for name in there})) or "nothing"
-        raise BadFile(checkpoint.path, f"no name begins with {before!r}: the names there begin with {known}")
+        raise BadFile(checkpoint.path, f"no name begins with {before!r}: names begin with {known}")
     optimizers = _optimizers(there, before)
     of_optimizers = tuple(f"{part}.{kind}." for part in optimizers for kind in (STATE, GROUPS))
     if prefix is None:
@@ -48,7 +48,7 @@ def contents(checkpoint: Model, prefix: str | None = None) -> Contents:
         beyond = sorted(name for name in there if not name.startswith(expected))
         if beyond:
             named = f"{', '.join(beyond[:4])}{f' and {len(beyond) - 4} more' if len(beyond) > 4 else ''}"
-            choice = f"--prefix '' takes all as they are, --prefix {before} leaves these out"
+            choice = f"--prefix '' exports all of them, --prefix {before} omits these"
             raise BadFile(checkpoint.path, f"holds names that don't begin with {before!r}: {named}: {choice}")
     weights = {}
     taken: set[str] = set()

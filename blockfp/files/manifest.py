@@ -62,7 +62,7 @@ def find(folder: Path, step: int | None = None) -> Path:
     if not there:
         raise BadCheckpoint(f"{folder} holds no checkpoint: it has neither a {MANIFEST} nor a folder step-..")
     if step is not None and step not in there:
-        raise BadCheckpoint(f"{folder} has no checkpoint of step {step}: there are {', '.join(map(str, there))}")
+        raise BadCheckpoint(f"{folder} has no checkpoint of step {step}, only {', '.join(map(str, there))}")
     return folder_of(folder, there[-1] if step is None else step)
 
 
@@ -117,7 +117,7 @@ def problem_with(path: Path, length: int) -> str | None:
         with untrusted.open_regular(path) as file:
             found = untrusted.length_of(file)
         if found != length:
-            return f"{path} has {found} bytes and should have {length}: it was cut short or written to"
+            return f"{path} has {found} bytes instead of {length}: it was truncated or written to"
     except OSError as error:
         return f"{path}: {error.strerror}"
     return None
@@ -181,7 +181,7 @@ class Files:
         try:
             with self.open(name) as file:
                 if _sum_of(file) != expected:
-                    return f"{path} is not what was saved: its SHA-256 differs from the one in {MANIFEST}"
+                    return f"{path} has changed since it was saved: its SHA-256 differs from the one in {MANIFEST}"
         except OSError as error:
             return f"{path}: {error.strerror}"
         except BadCheckpoint as error:
@@ -199,10 +199,12 @@ class Files:
         except OSError as error:
             raise BadCheckpoint(f"{path}: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise error if isinstance(error, BadCheckpoint) else BadCheckpoint(f"{path} is no manifest: {error!r}") from error
+            raise (
+                error if isinstance(error, BadCheckpoint) else BadCheckpoint(f"{path} is not a manifest: {error!r}")
+            ) from error
         for name, expected in found.items():
             if not untrusted.is_plain_name(name) or name == MANIFEST:
-                raise BadCheckpoint(f"{path} names {name!r}, which is no file in its folder")
+                raise BadCheckpoint(f"{path} names {name!r}, which is not a file in its folder")
             if not untrusted.is_size(expected.length) or not isinstance(expected.sha256, str):
                 raise BadCheckpoint(f"{path} has no length and SHA-256 for {name!r}: {expected}")
         return found

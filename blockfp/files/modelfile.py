@@ -126,7 +126,7 @@ def as_bad_file(path: Path, tensor: str | None = None) -> Iterator[None]:
     except OSError as error:
         raise BadFile(path, error.strerror or error, tensor) from error
     except MemoryError as error:
-        raise BadFile(path, "it takes more memory than there is", tensor) from error
+        raise BadFile(path, "it needs more memory than is available", tensor) from error
     except Exception as error:
         raise BadFile(path, error, tensor) from error
 
@@ -150,7 +150,7 @@ def _open_safetensors(file: HeldFile) -> Model:
     with file.reader() as reader:
         length = int.from_bytes(reader.read(8), "little")
         if file.length < 8 or length > file.length - 8:
-            raise BadFile(path, f"not a safetensors file, or cut short: its header should have {length} bytes")
+            raise BadFile(path, f"not a safetensors file, or truncated: its header should have {length} bytes")
         content = untrusted.read_header(reader, length, "a header")
     try:
         header = untrusted.parse_json(content, "the header")
@@ -169,7 +169,7 @@ def _open_safetensors(file: HeldFile) -> Model:
     except Exception as error:
         raise BadFile(path, f"the header is not one of safetensors: {error!r}") from error
     if beyond := file.length - (8 + length + end):
-        raise BadFile(path, f"has {beyond} bytes behind its tensors")
+        raise BadFile(path, f"has {beyond} bytes after its tensors")
     return Model(path, tuple(tensors), metadata, (file,))
 
 
@@ -190,7 +190,7 @@ def _safetensors_entry(
     if end - start != nbytes:
         raise BadFile(path, f"{dtype} of shape {shape} has {nbytes} bytes, the header gives it {end - start}", name)
     if data + end > file.length:
-        raise BadFile(path, f"cut short: its data end at byte {data + end}, the file at {file.length}", name)
+        raise BadFile(path, f"truncated: its data end at byte {data + end}, the file at {file.length}", name)
     if start != first:
         raise BadFile(path, f"its data begin at byte {start} of all data, and those before end at {first}", name)
 
@@ -199,7 +199,7 @@ def _safetensors_entry(
             reader.seek(data + start)
             content = bytearray(nbytes)
             if reader.readinto(content) != nbytes:  # pyright: ignore[reportAttributeAccessIssue]
-                raise BadFile(path, "cut short", name)
+                raise BadFile(path, "truncated", name)
         return np.frombuffer(content, BY_TAG[dtype]).reshape(shape)
 
     return Tensor(name, BY_TAG[dtype], tuple(shape), read)
@@ -220,7 +220,7 @@ def _open_npz(file: HeldFile) -> Model:
         raise BadFile(path, "holds no arrays")
     twice = [name for name, times in Counter(member.filename for member in members).items() if times > 1]
     if twice or sum(member.compress_size for member in members) > file.length:
-        raise BadFile(path, f"{twice[0]!r} is there twice" if twice else "its arrays lie on one another, or beyond its end")
+        raise BadFile(path, f"has {twice[0]!r} twice" if twice else "its arrays overlap, or extend beyond its end")
 
     def opener(member: zipfile.ZipInfo) -> _Opened:
         @contextmanager
@@ -258,7 +258,7 @@ def _npy(path: Path, name: str, opened: _Opened, size: int) -> Tensor:
         nbytes = math.prod(shape) * dtype.itemsize
         if header_size + nbytes > size:
             there = size - header_size
-            raise BadFile(path, f"cut short: {dtype.name} of shape {shape} has {nbytes} bytes, {there} are there", name)
+            raise BadFile(path, f"truncated: {dtype.name} of shape {shape} needs {nbytes} bytes, the file has {there}", name)
 
     def read() -> np.ndarray:
         with as_bad_file(path, name):

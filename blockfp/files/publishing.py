@@ -79,7 +79,7 @@ class Draft:
         """
         found = [p for name, expected in files.items() if (p := manifest.problem_with(self.folder / name, expected.length))]
         if found:
-            raise OSError(f"{'; '.join(found)}: every rank must write to one folder, on a file system that all of them see")
+            raise OSError(f"{'; '.join(found)}: every rank must write to the same folder, on a shared file system")
         assert self._lock is not None
         with naming(self.folder / MANIFEST, "writing"), open(self._lock, "wb", closefd=False) as file:
             file.write(manifest.text_of(files))
@@ -90,7 +90,7 @@ class Draft:
         try:
             _remove(self._surplus(keep))
         except OSError as error:
-            warnings.warn(f"{self.checkpoint} is saved; what is surplus beside it can't be removed: {error}", stacklevel=2)
+            warnings.warn(f"{self.checkpoint} is saved, but older checkpoints can't be removed: {error}", stacklevel=2)
         self._unlock()
 
     def _rename(self) -> None:
@@ -150,7 +150,7 @@ def begin(checkpoint: Path) -> Draft:
     if (run / MANIFEST).is_file():
         raise FileExistsError(f"{run} is a checkpoint itself: save to the folder of the run, {run.parent}")
     if run.exists() and not run.is_dir():
-        raise NotADirectoryError(f"{run} is no folder, which checkpoints need")
+        raise NotADirectoryError(f"{run} is not a folder, which checkpoints need")
     make_folder(run)
     if run.resolve() not in _ours:
         take_over(run)
@@ -191,7 +191,7 @@ def _remove_left_behind(path: Path) -> None:
     except FileNotFoundError:
         pass  # It has been published, or another process has removed it.
     except OSError as error:
-        warnings.warn(f"{path} was left behind and can't be removed: {error}", stacklevel=2)
+        warnings.warn(f"{path} is left over from an earlier save and can't be removed: {error}", stacklevel=2)
 
 
 def _remove(surplus: Iterable[Path]) -> None:

@@ -78,7 +78,7 @@ def dequantize_model(model: Model, path: Path, dtype: str | None, done: Progress
     """
     found = contents_of(model)
     if not found.weights:
-        raise BadFile(model.path, "has no quantized tensors, of blockfp's or another layout that it knows")
+        raise BadFile(model.path, "has no quantized tensors in blockfp's or another known layout")
     tensors = {tensor.name: tensor for tensor in model.tensors}
     entries = [Entry(t.name, t.dtype, t.shape) for t in found.others.values()]
     chosen = DTYPES[dtype] if dtype else None
@@ -178,7 +178,7 @@ def _of_state_dict(model: Model, tensors: dict[str, Tensor]) -> dict[str, Weight
             weights[name] = replace(weight, entries=(*weight.entries, entry))
     for name, tensor in tensors.items():
         if tensor.shape[:1] == (0,) and name not in weights and name + SUFFIXES["codes"] in tensors:
-            missing = f"has codes, and no {name}{FORMAT}.. that says what they are"
+            missing = f"has codes but no {name}{FORMAT}.., which names their format"
             raise BadFile(model.path, f"{missing}: a rank's shard, or one of several files that are read together?", name)
     return weights
 

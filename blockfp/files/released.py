@@ -105,7 +105,7 @@ def weights(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Weight]:
     for name in tensors:
         for ending, what in _OTHERS.items():
             if name.endswith(ending):
-                raise BadFile(path, f"tells of {what}, which no format of blockfp has", name)
+                raise BadFile(path, f"uses {what}, for which blockfp has no format", name)
     found: dict[str, Weight] = {}
     told = cache(lambda: _told(path))
     for name, scales in tensors.items():
@@ -129,7 +129,7 @@ def _check_alone(path: Path, weight: Weight, other: Weight | None, tensors: Mapp
     beyond += [] if other is None else list(other.entries[1:])
     if beyond:
         own = ", ".join(sorted(weight.entries[1:]))
-        raise BadFile(path, f"has {own}, and {min(beyond)}, which no layout has beside it", weight.name)
+        raise BadFile(path, f"has {own} and also {min(beyond)}, which no layout combines", weight.name)
 
 
 def _check_scaled(path: Path, tensors: Mapping[str, Tensor], found: Mapping[str, Weight], told: Callable[[], _Told]) -> None:
@@ -144,9 +144,9 @@ def _check_scaled(path: Path, tensors: Mapping[str, Tensor], found: Mapping[str,
         scales = [other for other in tensors if other.startswith(layer) and "scale" in other.removeprefix(layer)]
         near = [other for other in scales if other not in taken and not other.endswith(_OF_ACTIVATIONS)]
         if near or found or told().quantized:
-            there = f"; {near[0]} is there, a name that no layout has for them" if near else ", in this file or these files"
+            there = f"; {near[0]} exists, but no known layout uses that name" if near else ", in this file or these files"
             if told().foreign:
-                there += f"; config.json says {told().foreign!r}, a method that has no layout here"
+                there += f"; config.json names the method {told().foreign!r}, whose layout is unknown"
             raise BadFile(path, f"is {tensor.dtype} {tensor.shape} without scales{there}", name)
 
 
@@ -211,7 +211,7 @@ def _told(path: Path) -> _Told:
         return _Told(dtype)
     transforms = settings.get("transform_config")
     if isinstance(transforms, dict) and transforms.get("config_groups"):
-        raise BadFile(path, "config.json tells of transform_config, which rotates inputs of layers: no format of blockfp does")
+        raise BadFile(path, "config.json has transform_config, which rotates the inputs of layers: blockfp has no such format")
     try:
         schemes = [group["weights"] for group in settings["config_groups"].values()]
         strategies = {scheme["strategy"] for scheme in schemes}
@@ -243,7 +243,7 @@ def _weight(path: Path, name: str, marks: Marks, codes: Tensor, scales: Tensor, 
         raise BadFile(path, f"{what}: a way to quantize that no format of blockfp has", name)
     if told.blocks and not any(_alike(format, block, shape) for block in told.blocks):
         sizes = " or ".join(f"{rows}x{columns}" for rows, columns in sorted(told.blocks))
-        raise BadFile(path, f"has scales {scales.shape} as {format}, and config.json says blocks of {sizes}", name)
+        raise BadFile(path, f"has scales {scales.shape} as {format}, but config.json specifies blocks of {sizes}", name)
     stored = codes_shape(shape, format)
     kept = Tensor(name, np.dtype(np.uint8), stored, lambda: codes.read().view(np.uint8).reshape(stored))
     grid = scales_shape(shape, format)

@@ -49,7 +49,7 @@ def _without_waiting(path: str, flags: int) -> int:
 def refuse_others(path: Path, mode: int) -> None:
     """Raises NotPlain unless the mode belongs to a regular file."""
     if not stat.S_ISREG(mode):
-        raise NotPlain(0, "is a directory" if stat.S_ISDIR(mode) else "is no regular file", str(path))
+        raise NotPlain(0, "is a directory" if stat.S_ISDIR(mode) else "is not a regular file", str(path))
 
 
 class HeldFile:
@@ -130,7 +130,7 @@ class _At(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: os.fstat(self._descriptor).st_size}[whence]
         if start + offset < 0:
-            raise OSError(errno.EINVAL, f"there is no byte {start + offset}")
+            raise OSError(errno.EINVAL, f"negative position {start + offset}")
         self._at = start + offset
         return self._at
 
@@ -151,7 +151,7 @@ def read_header(file: IO[bytes], length: int, what: str, most: int = HEADER_BYTE
         raise ValueError(f"{what} of {length} bytes is not read: at most {most}")
     content = file.read(length)
     if len(content) != length:
-        raise ValueError(f"cut short: {what} should have {length} bytes, {len(content)} are there")
+        raise ValueError(f"truncated: {what} should have {length} bytes, but has {len(content)}")
     return content
 
 
@@ -181,12 +181,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
-        raise ValueError(f"{twice!r} is there twice")
+        raise ValueError(f"duplicate name {twice!r}")
     return found
 
 
 def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def is_plain_name(name: object) -> bool:

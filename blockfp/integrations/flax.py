@@ -94,8 +94,8 @@ def _check_stack(path: str, layer: nnx.Linear) -> None:
     shape, one = layer.kernel.get_value().shape, (layer.in_features, layer.out_features)
     if shape[-2:] != one:
         raise ValueError(
-            f"{path}: a kernel of shape {shape} is no stack of kernels {one}: layers are stacked along axis 0, as by nnx.vmap "
-            "with out_axes=0"
+            f"{path}: a kernel of shape {shape} is not a stack of kernels {one}: layers must be stacked along axis 0, "
+            "as by nnx.vmap with out_axes=0"
         )
 
 
@@ -103,8 +103,8 @@ def _check_alone(path: str, names: Iterable[str]) -> None:
     """Raises ValueError for a layer with additional parameters, which a product of codes would ignore."""
     if others := sorted(set(names) - {"kernel", "bias"}):
         raise ValueError(
-            f"{path} holds {', '.join(others)}, as layers do that qwix's LoRA adapts; a quantized one has a kernel and a bias "
-            "alone: put adapters beside it, as modules of their own (flax.nnx.LoRA), or leave it out by filter_fn"
+            f"{path} holds {', '.join(others)}, like layers adapted by qwix's LoRA; a quantized layer has only a kernel "
+            "and a bias: add adapters as separate modules (flax.nnx.LoRA), or exclude the layer by filter_fn"
         )
 
 
@@ -119,7 +119,7 @@ def _check_found(recipe: Any, paths: list[str], chosen: Any, kind: str) -> None:
     if paths:
         recipes.check_paths(recipe, paths)
     if not chosen:
-        raise ValueError(f"model holds no {kind} to convert, or filter_fn and recipe leave all of them as they are")
+        raise ValueError(f"model holds no {kind} to convert, or filter_fn and recipe exclude all of them")
 
 
 class QuantizedLinear(nnx.Linear):
@@ -223,6 +223,6 @@ def _multiply(layer: Any, x: Any, kernel: Any, bias: Any, recipe: Recipe, key: A
     if out_sharding is not None:
         raise ValueError(f"out_sharding = {out_sharding}: quantized products run inside shard_map, or where XLA lays them")
     if layer.precision is not None or getattr(layer, "preferred_element_type", None) is not None:
-        raise ValueError("precision and preferred_element_type must be None: a recipe says how products accumulate")
+        raise ValueError("precision and preferred_element_type must be None: the recipe determines how products accumulate")
     dtype = layer.dtype or jnp.result_type(x, kernel.dtype, *([] if bias is None else [bias]))
     return linear(x.astype(dtype), kernel.mT, None if bias is None else bias.astype(dtype), recipe=recipe, key=key)

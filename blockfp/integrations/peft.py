@@ -156,9 +156,7 @@ class ParamWrapper(MergesCodes, peft_layers.ParamWrapper):
             yield
         elif isinstance(base, Experts):
             if base.parallel is not None:
-                raise ValueError(
-                    "LoRA on experts that parallelize has cut over ranks is not supported: shard them by fully_shard"
-                )
+                raise ValueError("LoRA on experts sharded by parallelize is not supported: shard them by fully_shard")
             with base.adding(self.parameter_name, partial(self.low_rank, adapters)):
                 yield
         else:
@@ -174,7 +172,7 @@ class ParamWrapper(MergesCodes, peft_layers.ParamWrapper):
         (counts,) = (*args, *kwargs.values())
         if base.parallel is not None or not isinstance(counts, Tensor | Sequence):
             raise ValueError(
-                "LoRA on experts takes rows of one rank, with counts: not dispatched ones, nor experts cut over ranks"
+                "LoRA on experts needs one rank's rows, with counts: neither dispatched rows nor experts sharded over ranks"
             )
         ends = counts.cumsum(0, dtype=torch.int32) if isinstance(counts, Tensor) else ends_of(counts, x)
         return y + self.low_rank(adapters, x, ends)

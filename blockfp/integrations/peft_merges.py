@@ -130,9 +130,9 @@ class MergesCodes(peft_layers.LoraLayer):
         vars(base).setdefault(_REPORT, {})[name] = report
         if report.change_sqnr < LOST:
             warnings.warn(
-                "a merge into quantized weights lost more than half of what the adapter changes, in rounding: "
-                f"{NAME}(model) has each weight's SQNR. Left unmerged, or merged into weights in high precision, adapters are "
-                "exact; unmerge_adapter() gives the codes back.",
+                f"a merge into quantized weights lost more than half of the adapter's change to rounding: {NAME}(model) "
+                "has each weight's SQNR. Adapters stay exact unmerged, or merged into weights in high precision; "
+                "unmerge_adapter() restores the codes.",
                 UserWarning,
                 stacklevel=4,
             )
@@ -241,4 +241,4 @@ def _check_merge(layer: MergesCodes, base: Any, name: str, adapters: Sequence[st
     if others:
         raise NotImplementedError(f"{type(others[0]).__name__} is not merged into quantized weights: plain LoRA and DoRA are")
     if base.parallel is not None:
-        raise NotImplementedError(f"{name} is cut by tensor parallelism: merge adapters before parallelize")
+        raise NotImplementedError(f"{name} is sharded by tensor parallelism: merge adapters before parallelize")

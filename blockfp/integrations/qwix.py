@@ -56,7 +56,7 @@ class BlockfpProvider(qwix.QuantizationProvider):
         if not isinstance(rule, BlockfpRule):
             raise TypeError(f"rules must be BlockfpRules, got {type(rule).__name__}")
         if rule.weight_qtype is not None or rule.act_qtype is not None:
-            raise ValueError(f"weight_qtype and act_qtype must be None: recipe={rule.recipe!r} says all dtypes")
+            raise ValueError(f"weight_qtype and act_qtype must be None: recipe={rule.recipe!r} determines all dtypes")
         if rule.recipe is not None and recipes.parse(rule.recipe).delayed is not None:
             raise ValueError(f"recipe = {rule.recipe!r}: delayed scaling keeps a state for each layer; take 'fp8_current'")
         return super()._init_rule(rule)
@@ -82,7 +82,9 @@ class BlockfpProvider(qwix.QuantizationProvider):
         if recipe is None:
             return jax.lax.ragged_dot(lhs, rhs, group_sizes, *args, **options)
         if any(value is not None for value in (*args, *options.values())):
-            raise ValueError(f"ragged_dot takes no further arguments here, got {args} {options}: a recipe says the rest")
+            raise ValueError(
+                f"ragged_dot accepts no further arguments here, got {args} {options}: the recipe determines the rest"
+            )
         return grouped_linear(lhs, rhs.mT, group_sizes, recipe=recipe, key=self._key(recipe))
 
     def _recipe(self, operation: str) -> Recipe | None:

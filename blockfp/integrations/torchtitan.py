@@ -101,11 +101,13 @@ class _Cut(Module):
         if (mesh := parallel_dims.resolve_mesh(layout.axes())) is None:
             return
         if parallel_dims.spmd_backend != "partial_dtensor":
-            raise ValueError(f"spmd_backend = {parallel_dims.spmd_backend!r}: quantized layers are cut with 'partial_dtensor'")
+            raise ValueError(f"spmd_backend = {parallel_dims.spmd_backend!r}: quantized layers need 'partial_dtensor'")
         (placement,) = resolve_placements(layout, mesh)
         styles: Any = {Shard(0): "experts"} if isinstance(self, GroupedExperts) else {Shard(0): "column", Shard(1): "row"}
         if (style := styles.get(placement)) is None:
-            raise ValueError(f"a {type(self).__name__} {tuple(param.shape)} can't lie as {placement}: leave it out with skip=")
+            raise ValueError(
+                f"a {type(self).__name__} {tuple(param.shape)} can't be placed as {placement}: exclude it by skip="
+            )
         after = config.out_dst_shardings if style == "row" else None
         parallelize(self, mesh, style, sequence_parallel=after is not None and resolve_placements(after, mesh) == (Shard(1),))
         # A row-parallel layer sums, or scatters, its partial results itself.

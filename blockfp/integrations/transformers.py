@@ -46,7 +46,7 @@ try:
     from .transformers_reading import QuantizeOnLoad, Released, released_weights, untranspose
     from .transformers_writing import stream_model, write_model
 except ModuleNotFoundError as error:
-    raise ImportError(f"{__name__} needs transformers 5 and safetensors, and there is {error}") from error
+    raise ImportError(f"{__name__} needs transformers 5 and safetensors: {error}") from error
 
 # Trainer resumes from checkpoints of accelerate.
 mend_broadcast()
@@ -157,7 +157,7 @@ def _parsed(recipe: Any) -> Recipe | dict[str, Recipe | None]:
         try:
             recipe = dict(recipe)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"recipe {recipe!r} is no list of pairs of a pattern and a recipe: {error}") from error
+            raise ValueError(f"recipe {recipe!r} is not a list of (pattern, recipe) pairs: {error}") from error
     if not isinstance(recipe, Mapping):
         return recipes.parse(recipe)
     if "text" in recipe:
@@ -212,8 +212,9 @@ class BlockfpHfQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> None:
         if getattr(model.config, "distributed_config", None) is not None:
             raise ValueError(
-                "transformers is to cut the model by a plan of its own (tp_plan or distributed_config), which quantized "
-                "weights don't follow: load it whole, then use fully_shard, accelerate's FSDP2, or blockfp.torch.parallelize"
+                "transformers would shard the model by its own plan (tp_plan or distributed_config), which quantized "
+                "weights don't support: load it unsharded, then use fully_shard, accelerate's FSDP2, or "
+                "blockfp.torch.parallelize"
             )
         config = self.quantization_config
         self.released = found = released_weights(model, checkpoint_files or [])

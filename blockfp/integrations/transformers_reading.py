@@ -97,14 +97,14 @@ class FromFile:
         """Raises ValueError if combined codes would not represent the values of their parts."""
         if self.conversion is None:
             return
-        way = "requantize=True dequantizes them and quantizes the whole anew"
+        way = "requantize=True dequantizes them and quantizes the whole again"
         others = [op for op in self.conversion.operations if type(op) not in (MergeModulelist, Concatenate)]
         if others:
-            raise ValueError(f"{self.name} is made of {self._sources} by {others}, which isn't done with codes: {way}")
+            raise ValueError(f"{self.name} is computed from {self._sources} by {others}, which codes don't support: {way}")
         scales = [weight.scales if self.format.block is None else weight.tensor_scale for weight in self.all]
         if len({scale.read().tobytes() for scale in scales if scale is not None}) > 1:
             raise ValueError(
-                f"{self.name} is made of {self._sources}, each with a scale of its own, and a parameter in {self.format} has "
+                f"{self.name} combines {self._sources}, each with its own scale, but a parameter in {self.format} has "
                 f"one: {way}"
             )
         merged = any(isinstance(operation, MergeModulelist) for operation in self.conversion.operations)
@@ -121,8 +121,8 @@ class FromFile:
         lengths = [weight.shape[axis] for weight in sources[:-1] if axis >= -2]
         if any(length % block for length in lengths):
             raise ValueError(
-                f"{self.name} is made of {self._sources}, laid end to end, whose lengths {lengths} are no multiple of the "
-                f"blocks' {block}: {way}"
+                f"{self.name} concatenates {self._sources}, whose lengths {lengths} aren't multiples of the blocks' "
+                f"{block}: {way}"
             )
 
     @property
@@ -202,13 +202,13 @@ def released_weights(model: Any, files: Iterable[str]) -> Released:
     for param, weights in found.items():
         formats = {weight.format for some in weights.values() for weight in some}
         if len(formats) > 1:
-            raise ValueError(f"{param} is made of weights in {', '.join(map(str, formats))}, and has one format")
+            raise ValueError(f"{param} combines weights in {', '.join(map(str, formats))}, but has one format")
         conversion = by_pattern.get(next(iter(weights)))
         if conversion is not None and len(conversion.target_patterns) > 1:
             first = next(iter(weights.values()))[0]
             raise ValueError(
-                f"{first.name} is quantized, and the model has it as {', '.join(conversion.target_patterns)}: from_pretrained "
-                "takes no quantized weight to pieces; blockfp dequantize writes a folder of values"
+                f"{first.name} is quantized, and the model splits it into {', '.join(conversion.target_patterns)}: "
+                "from_pretrained can't split quantized weights; blockfp dequantize writes a folder of values"
             )
         params[param] = FromFile(param, formats.pop(), weights, conversion)
     names = {entry: param for param, one in params.items() for weight in one.all for entry in weight.entries}
@@ -243,7 +243,7 @@ def untranspose(module: Any, found: Sequence[FromFile]) -> None:
     names = () if kind is None else weight_names(kind, module)
     missing = set(names) - {one.name.rpartition(".")[2] for one in found}
     if missing:
-        raise ValueError(f"{found[0].name} is quantized in the file, and {', '.join(missing)} beside it is not")
+        raise ValueError(f"{found[0].name} is quantized in the file, but {', '.join(missing)} is not")
     for name in names:
         param = module.get_parameter(name)
         setattr(module, name, nn.Parameter(param.detach().mT.contiguous(), param.requires_grad))
@@ -339,7 +339,7 @@ def _parameter(model: Any, name: str, values: Tensor, config: Any) -> nn.Paramet
     module, own = get_module_from_name(model, name)
     param = module.get_parameter(own)
     if sharding.mesh_of(param) is not None:
-        raise ValueError(f"{name} is cut over a mesh already: load the model whole, then shard it")
+        raise ValueError(f"{name} is already sharded over a mesh: load the model unsharded, then shard it")
     _check_shape(name, values, param)
     recipe = module.product_of(own).recipe if isinstance(module, Experts) else module.recipe
     keep = config.keep_init and config.trainable

@@ -51,7 +51,7 @@ def write_model(model: Any, folder: Path, layout: str, file_bytes: int | None) -
         raise ValueError(" ".join(found))
     quantized = _quantized(model)
     if not quantized:
-        raise ValueError("model has no quantized weights: save_pretrained saves it as it is")
+        raise ValueError("model has no quantized weights: use save_pretrained")
     others = {name: value for name, value in high_precision_state_dict(model).items() if name not in quantized}
     if ranks.rank_and_world(None)[0] != 0:
         return

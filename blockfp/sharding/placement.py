@@ -189,8 +189,8 @@ class Sharding:
         placements = tuple(self.placements)
         if len(placements) != len(self.mesh.shape):
             raise ValueError(
-                f"placements must hold one for each of the mesh's {len(self.mesh.shape)} axes ({self.mesh}), "
-                f"got {len(placements)}: {_listed(placements)}"
+                f"placements must have one entry per mesh axis ({len(self.mesh.shape)}: {self.mesh}), got "
+                f"{len(placements)}: {_listed(placements)}"
             )
         object.__setattr__(self, "placements", tuple(self._with_axis(p) for p in placements))
         for dim in range(len(self.shape)):
@@ -345,7 +345,7 @@ def from_dtensor(placements: Iterable[Any]) -> tuple[Placement, ...]:
             converted.append(Partial(placement.reduce_op))
         else:
             raise ValueError(
-                f"placement {placement!r} ({kind}) is none of Replicate, Shard, _StridedShard and Partial: redistribute first"
+                f"placement {placement!r} ({kind}) must be Replicate, Shard, _StridedShard or Partial: redistribute first"
             )
     return tuple(converted)
 
@@ -373,7 +373,7 @@ def from_partition_spec(spec: Iterable[Any], mesh: Mesh, ndim: int) -> tuple[Pla
         for name in names:
             mesh.axis(name)
             if name in seen:
-                raise ValueError(f"spec {spec} names mesh axis {name!r} twice: an axis cuts one array axis")
+                raise ValueError(f"spec {spec} names mesh axis {name!r} twice: a mesh axis shards one array axis")
             seen.add(name)
         for name, placement in _placed(mesh, dim, names).items():
             placements[mesh.axis(name)] = placement

@@ -59,7 +59,7 @@ def amax_axes(
     if operand not in OPERANDS:
         raise ValueError(f"operand must be one of {', '.join(OPERANDS)}, got {operand!r}")
     if len(placements) != len(mesh.shape):
-        raise ValueError(f"placements must hold one for each axis of the mesh {mesh}, got {len(placements)}")
+        raise ValueError(f"placements must have one entry per axis of the mesh {mesh}, got {len(placements)}")
     data = {mesh.names[mesh.axis(name)] for name in data_axes}
     _refuse_partial(mesh, placements)
     if delayed and not format.per_tensor:
@@ -225,15 +225,15 @@ def _quantize(
     if rotate:
         if not sharding.aligned(last, GROUP):
             raise ValueError(
-                f"rotate = True: a cut of axis {last} of {sharding} falls inside a group of {GROUP}; "
-                f"gather over {', '.join(sharding.straddling_axes(last, GROUP))} first (gather_activation plans that)"
+                f"rotate = True: a shard boundary on axis {last} of {sharding} divides a group of {GROUP}; gather over "
+                f"{', '.join(sharding.straddling_axes(last, GROUP))} first (gather_activation plans that)"
             )
         steps.append(Rotate())
     cut = [dim for dim in range(last - 1) if len(sharding.starts(dim)) > 1]
     if stochastic and cut:
         raise ValueError(
-            f"stochastic = True: the random bits count the elements of the unsharded array, and leading axis {cut[0]} of "
-            f"{sharding} is cut; fold the leading axes into the rows, or quantize each matrix as an array of its own"
+            f"stochastic = True: random bits count the elements of the unsharded array, but leading axis {cut[0]} of "
+            f"{sharding} is sharded; fold the leading axes into the rows, or quantize each matrix separately"
         )
     straddles = []
     for dim in (last - 1, last):
@@ -296,8 +296,8 @@ def _check_operand(sharding: Sharding, operand: Operand, data_axes: Sequence[str
         placement = sharding.placements[sharding.mesh.axis(name)]
         if not isinstance(placement, Replicate):
             raise ValueError(
-                f"sharding: {placement} on data-parallel axis {name!r} of the {operand}, whose ranks have tensors of their "
-                f"own: describe the tensor of one of them, with Replicate() on {name!r}"
+                f"sharding: {placement} on data-parallel axis {name!r} of the {operand}, whose ranks have separate "
+                f"tensors: describe one rank's tensor, with Replicate() on {name!r}"
             )
 
 

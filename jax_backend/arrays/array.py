@@ -179,7 +179,7 @@ class QuantizedArray(BlockScaledArray):
 
     def _check_view(self) -> None:
         if self.sharding is not None:
-            raise ValueError("what ranks store of an array is not the array: view that of blockfp.jax.unshard_params")
+            raise ValueError("the parts that ranks store can't be viewed: view blockfp.jax.unshard_params(..)")
         self._check_whole()
 
     def dequantize(self, dtype=None, *, implementation: str | None = None) -> jax.Array:
@@ -272,7 +272,7 @@ def is_quantized(leaf: object) -> bool:
 _REST = ("scales", "tensor_scale", "tangent")
 _CODES, _FLOAT32 = _SCALES = np.dtype(np.uint8), np.dtype(np.float32)
 _VALUES = (
-    "blockfp.jax.dequantize_params(tree) has values, and what maps over a tree leaves quantized arrays whole with "
+    "blockfp.jax.dequantize_params(tree) has values; to map over a tree, keep quantized arrays whole with "
     "is_leaf=lambda leaf: isinstance(leaf, blockfp.jax.QuantizedArray)"
 )
 
@@ -291,8 +291,9 @@ def _flatten(q: QuantizedArray):
         )
     if caller in EQUINOX_DERIVATIVES and q.tangent is None:
         raise TypeError(
-            "eqx.filter_vjp and Equinox's Jacobians have None for codes, which are integers: blockfp.jax.grad has them, of "
-            "lambda model: jnp.vdot(f(model), cotangent) for a vjp; what isn't differentiated is no argument of the function"
+            "eqx.filter_vjp and Equinox's Jacobians have no gradients for codes, which are integers: use "
+            "blockfp.jax.grad, for a vjp of lambda model: jnp.vdot(f(model), cotangent); don't pass what isn't "
+            "differentiated as an argument of the function"
         )
     if caller in LINEN_AXES:
         raise ValueError(

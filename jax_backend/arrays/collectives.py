@@ -105,7 +105,7 @@ def _gather_weight(
     x: QuantizedArray, axes: tuple[str, ...], format, columnwise: bool, other: bool, back: _Back
 ) -> QuantizedArray:
     if x.sharding is None:
-        raise ValueError("x is whole on every rank (it has no sharding): shard_params cuts it")
+        raise ValueError("x is replicated on every rank (it has no sharding): use shard_params first")
     if other or (format is not None and Format.parse(format) is not x.format):
         raise ValueError(f"x is quantized already, in {x.format}: format, rotate and key are for values")
     plan = plans.gather_weight(x.format, x.sharding, axes)
@@ -136,8 +136,7 @@ def _with_gradient(q: QuantizedArray, source: Any, plan: plans.Plan, columnwise:
 
     def forward(_, tangent):
         raise NotImplementedError(
-            "a gathered weight has gradients in reverse mode alone: take jvp, jacfwd or a second derivative of unsharded "
-            "weights"
+            "a gathered weight only has gradients in reverse mode: take jvp, jacfwd or a second derivative of unsharded weights"
         )
 
     gathered = attach(carrier_of(whole), kept, carrier_of(source), rule)

@@ -64,8 +64,8 @@ def parse_codes_name(name: Any) -> Static | None:
         return None
     if found["part"]:
         raise ValueError(
-            f"{name} are the parts of an array that was cut over a mesh: restore them into parameters that are cut alike, or "
-            "save blockfp.jax.unshard_params(params)"
+            f"{name} are the parts of an array sharded over a mesh: restore them into parameters sharded alike, or save "
+            "blockfp.jax.unshard_params(params)"
         )
     origin = (int(found["row"] or 0), int(found["column"] or 0))
     return Static(Format.parse(found["format"]), int(found["columns"]), np.dtype(found["dtype"]), origin, None)

@@ -68,8 +68,8 @@ def check_gradient_plan(plan: Plan) -> None:
     """Raises ValueError if a gather cuts columns, so that its gradient can't travel as codes."""
     if len(plan.steps) != 1 or not isinstance(plan.steps[0], Gather) or plan.steps[0].dim != len(plan.source.shape) - 2:
         raise ValueError(
-            f"gradient_format: columns of {plan.source} are gathered, and gradients travel as codes along rows alone; leave "
-            "gradient_format out, or shard rows over these axes"
+            f"gradient_format: columns of {plan.source} are gathered, but gradients travel as codes only along rows; "
+            "omit gradient_format, or shard rows over these axes"
         )
 
 

@@ -143,7 +143,7 @@ def only_own(x: jax.Array, sharding: Sharding) -> jax.Array:
 def check_stored(x: jax.Array, sharding: Sharding) -> None:
     """Raises ValueError unless values inside shard_map have the shape that ranks store."""
     if x.shape[-2:] != shape(sharding):
-        raise ValueError(f"a rank's part of an array that lies {sharding} has shape {shape(sharding)}, got {x.shape[-2:]}")
+        raise ValueError(f"a rank's part of an array placed as {sharding} has shape {shape(sharding)}, got {x.shape[-2:]}")
 
 
 def dequantize(
@@ -198,12 +198,12 @@ def of_state_dict(target: Any, state: Mapping[str, Any]) -> Any:
     expected = to_parts(target)
     if not isinstance(state, Mapping) or set(state) != set(expected):
         got = ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-        raise ValueError(f"{where}: the target has {', '.join(expected)}, and what is restored {got}")
+        raise ValueError(f"{where}: the target has {', '.join(expected)}, but the restored state has {got}")
     for name, part in expected.items():
         if (state[name].shape, state[name].dtype) != (part.shape, part.dtype):
             raise ValueError(
-                f"{where}: {name} is {part.dtype} {part.shape} in the target, and {state[name].dtype} {state[name].shape} "
-                "in what is restored"
+                f"{where}: {name} is {part.dtype} {part.shape} in the target, but {state[name].dtype} "
+                f"{state[name].shape} in the restored state"
             )
     codes, scales = (jnp.asarray(state[name]) for name in list(expected)[:2])
     tensor_scale = jnp.asarray(state["tensor_scale"]) if "tensor_scale" in state else None

@@ -207,9 +207,9 @@ def _mixed(seen: DelayedState) -> jax.Array:
     mixed = (root != 0) & (jnp.abs(jnp.sqrt(amax) - root) > 1e-5 * root)
     if not isinstance(mixed, Tracer) and mixed.any():
         raise ValueError(
-            "amaxes in seen were added up or averaged, and the largest of them counts: differentiate by blockfp.jax.grad or "
-            "value_and_grad where a state is used several times (or pass it on from call to call), join those of microbatches "
-            "by jax.tree.map(jnp.maximum, ..), and those of ranks by axes="
+            "amaxes in seen were added or averaged, but need the maximum: differentiate by blockfp.jax.grad or "
+            "value_and_grad if a state is used several times (or pass it from call to call), combine microbatches by "
+            "jax.tree.map(jnp.maximum, ..), and ranks by axes="
         )
     return mixed
 

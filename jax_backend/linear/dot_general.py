@@ -60,11 +60,11 @@ def dot_general(
         >>> layer = flax.nnx.Linear(64, 256, rngs=rngs, dot_general=functools.partial(bfp.dot_general, recipe="mxfp8"))
     """
     if not all(each in (None, "default", lax.Precision.DEFAULT) for each in _each(precision)):
-        raise ValueError(f"precision = {precision}: the recipe's fast_accum says how products accumulate; leave it None")
+        raise ValueError(f"precision = {precision}: must be None; the recipe's fast_accum determines how products accumulate")
     if out_sharding is not None and not (isinstance(out_sharding, PartitionSpec | NamedSharding) and _is_explicit(lhs)):
         raise ValueError(
-            f"out_sharding = {out_sharding}: it must be a PartitionSpec or NamedSharding of a mesh with Explicit axes, on "
-            "which lhs lies; inside shard_map a result is each rank's own"
+            f"out_sharding = {out_sharding}: must be a PartitionSpec or NamedSharding of lhs's mesh with Explicit axes; "
+            "inside shard_map each rank has its own result"
         )
     if isinstance(lhs, QuantizedArray):
         raise TypeError("lhs must be an array in high precision, got a QuantizedArray: the recipe quantizes it")

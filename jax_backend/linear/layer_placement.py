@@ -56,8 +56,8 @@ class LayerPlacement:
         tensor = placement._tensor_axes
         if len(tensor) > 1:
             raise ValueError(
-                f"the weight lies {placement.weight}: besides the data-parallel axes {data_axes} one axis may cut it (tensor "
-                f"parallelism), got {', '.join(tensor)}; FSDP's axes belong to data_axes"
+                f"the weight is placed as {placement.weight}: besides the data-parallel axes {data_axes}, only one axis "
+                f"may shard it (tensor parallelism), got {', '.join(tensor)}; FSDP's axes belong in data_axes"
             )
         if sequence and not tensor:
             raise ValueError("sequence = True needs a weight that a tensor-parallel axis cuts (see shard_params)")
@@ -113,8 +113,8 @@ class LayerPlacement:
         stored = storage.shape(self.weight)
         if tuple(weight.shape[-2:]) != stored:
             raise ValueError(
-                f"weight lies {self.weight}, of which a rank holds {stored}, and it has shape {tuple(weight.shape)}: call "
-                "this inside jax.shard_map over this mesh, with in_specs of partition_specs(params)"
+                f"weight is placed as {self.weight}, so a rank holds {stored}, but it has shape {tuple(weight.shape)}: "
+                "call this inside jax.shard_map over this mesh, with in_specs of partition_specs(params)"
             )
         return storage.shape(self.weight.gathered(self.fsdp) if self.fsdp else self.weight)
 

@@ -112,8 +112,8 @@ def check_forward(placement: LayerPlacement) -> None:
     """Raises NotImplementedError if a layer has no forward mode."""
     if placement.weight is not None:
         raise NotImplementedError(
-            f"a layer whose weight lies {placement.weight} has gradients in reverse mode alone: take jvp, jacfwd or a second "
-            "derivative of unsharded weights"
+            f"a layer whose weight is placed as {placement.weight} only has gradients in reverse mode: take jvp, jacfwd "
+            "or a second derivative of unsharded weights"
         )
 
 

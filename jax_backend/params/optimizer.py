@@ -279,9 +279,9 @@ def _check_whole(path: str, param) -> None:
     """Raises TypeError if a wrapper (optax.masked, multi_transform) has taken codes or scales out of a quantized leaf."""
     if is_quantized(param) and not all(hasattr(part, "dtype") for part in (param.codes, param.scales)):
         raise TypeError(
-            "labels or a mask speak of its codes and scales one by one: make them of whole leaves, jax.tree.map(.., params, "
-            "is_leaf=lambda leaf: isinstance(leaf, blockfp.jax.QuantizedArray)); or put optax.multi_transform or masked inside "
-            "blockfp.jax.with_masters, which shows it plain arrays"
+            "labels or a mask refer to codes and scales separately: make them for whole leaves, jax.tree.map(.., "
+            "params, is_leaf=lambda leaf: isinstance(leaf, blockfp.jax.QuantizedArray)); or put optax.multi_transform "
+            "or masked inside blockfp.jax.with_masters, which shows it plain arrays"
         )
 
 

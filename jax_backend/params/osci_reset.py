@@ -63,8 +63,8 @@ def osci_reset(optimizer: Optimizer, settings: OsciReset | None = None) -> Optim
             )
         if not any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized))):
             raise ValueError(
-                "params holds no quantized array, and osci_reset would do nothing: quantize_params makes some; "
-                "with_masters goes inside, osci_reset(with_masters(..)); leave it out where all parameters are plain"
+                "params holds no quantized array, so osci_reset would do nothing: use quantize_params, and put "
+                "with_masters inside, osci_reset(with_masters(..)); omit it if all parameters are plain"
             )
         master_paths, quantized_paths = (map_with_path(_new_path, params, inner.masters) for _ in range(2))
         return OsciResetState(jnp.zeros((), jnp.int32), master_paths, quantized_paths, inner)

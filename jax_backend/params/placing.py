@@ -61,7 +61,7 @@ def shard_params(tree: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
             raise ValueError(f"spec {spec} names mesh axis {max(named, key=named.count)!r} twice")
         if is_quantized(leaf):
             if leaf.sharding is not None:
-                raise ValueError(f"lies on a mesh already ({leaf.sharding}): unshard_params first")
+                raise ValueError(f"is already sharded ({leaf.sharding}): use unshard_params first")
             check_even(leaf.shape[:-2], spec, "of a stack of quantized matrices")
             return sharding_of(leaf.shape, plan, spec)
         if len(spec) > leaf.ndim:
@@ -73,7 +73,7 @@ def shard_params(tree: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
         for size, entry in zip(shape, spec, strict=False):
             ranks = math.prod(plan.axis_size(name) for name in axis_names(entry))
             if size % ranks:
-                raise ValueError(f"an axis of {size} {what} can't be cut evenly over {entry!r} ({ranks} ranks)")
+                raise ValueError(f"an axis of {size} {what} can't be divided evenly over {entry!r} ({ranks} ranks)")
 
     specs = _broadcast(specs, tree)
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_quantized)
@@ -124,7 +124,7 @@ def named_shardings(tree: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
         if not is_quantized(leaf):
             return NamedSharding(mesh, spec)
         if leaf.sharding is not None:
-            raise ValueError(f"lies on a mesh already ({leaf.sharding}): unshard_params first")
+            raise ValueError(f"is already sharded ({leaf.sharding}): use unshard_params first")
         if len(spec) > leaf.ndim:
             raise ValueError(f"spec {spec} has {len(spec)} entries for an array of shape {leaf.shape}")
         unknown = [name for entry in spec for name in axis_names(entry) if name not in mesh.shape]
@@ -143,7 +143,7 @@ def _put(stored: QuantizedArray, mesh: jax.sharding.Mesh, spec: PartitionSpec) -
 def _mesh_of(placed: Any) -> jax.sharding.Mesh:
     sharding = (placed.codes if is_quantized(placed) else placed).sharding
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, jax.sharding.Mesh):
-        raise ValueError(f"params must lie on a mesh, as shard_params gives them, got arrays with {sharding}")
+        raise ValueError(f"params must be on a mesh, as returned by shard_params, got arrays with {sharding}")
     return sharding.mesh
 
 

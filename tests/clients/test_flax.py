@@ -34,7 +34,7 @@ def test_there_and_back():
 @pytest.mark.parametrize("format", ["mxfp8_e5m2", "mxint8", "mxfp8_e4m3_floor", "nvfp4"])
 def test_into_another_format_raises(format):
     data = serialization.to_bytes(tree("mxfp8_e4m3"))
-    message = rf"\./w: the target has codes_{format}_bfloat16_40, .*what is restored codes_mxfp8_e4m3_bfloat16_40"
+    message = rf"\./w: the target has codes_{format}_bfloat16_40, .*the restored state has codes_mxfp8_e4m3_bfloat16_40"
     with pytest.raises(ValueError, match=message):
         serialization.from_bytes(tree(format), data)
 
@@ -43,7 +43,7 @@ def test_into_another_shape_raises():
     data = serialization.to_bytes(tree("mxfp8_e4m3"))
     with pytest.raises(ValueError, match=r"\./w: codes_mxfp8_e4m3_bfloat16_40 is uint8 \(5, 40\) in the target"):
         serialization.from_bytes(tree("mxfp8_e4m3") | {"w": bfp.quantize(X[:5], "mxfp8_e4m3")}, data)
-    with pytest.raises(ValueError, match=r"\./w: the target has codes_.* what is restored ndarray"):
+    with pytest.raises(ValueError, match=r"\./w: the target has codes_.* the restored state has ndarray"):
         serialization.from_bytes(tree("mxfp8_e4m3"), serialization.to_bytes(tree("mxfp8_e4m3") | {"w": np.zeros(3)}))
 
 

@@ -36,7 +36,7 @@ def test_adapters_inside_a_layer_are_refused():
     qwix = pytest.importorskip("qwix")
     provider = qwix.LoraProvider(module_path="up", rank=4, alpha=2.0)
     model = qwix.apply_lora_to_model(Nnx(nnx.Rngs(0)), provider, X, rngs=nnx.Rngs(1))
-    with pytest.raises(ValueError, match=r"up holds kernel_lora_a, kernel_lora_b, as layers do that qwix's LoRA adapts"):
+    with pytest.raises(ValueError, match=r"up holds kernel_lora_a, kernel_lora_b, like layers adapted by qwix's LoRA"):
         convert(model, "mxfp8")
     assert type(model.up) is nnx.Linear
     plain = qwix.apply_lora_to_model(Linen(), provider)

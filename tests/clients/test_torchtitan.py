@@ -216,7 +216,7 @@ def test_recipes_by_patterns(titan):
     assert set(found.values()) == {"mxfp8", "qat(nvfp4)"}
     assert [path for path in found if path.startswith("layers.0.")] == ["layers.0.feed_forward.w2"]
     assert found["layers.1.feed_forward.w2"] == "mxfp8"
-    with pytest.raises(ValueError, match="the pattern 'w9' is found in no layer"):
+    with pytest.raises(ValueError, match="the pattern 'w9' matches no convertible layer"):
         built(titan, {"w9": "mxfp8"})
     with pytest.raises(ValueError, match="recipe 'mxfp9' is not known"):
         built(titan, "mxfp9")
@@ -245,7 +245,7 @@ def test_a_model_that_is_built_already_can_be_converted(titan):
 
 
 def replicated(rank, titan):
-    with pytest.raises(ValueError, match=r"a QuantizedLinear \(.*\) can't lie as R: leave it out with skip="):
+    with pytest.raises(ValueError, match=r"a QuantizedLinear \(.*\) can't be placed as R: exclude it by skip="):
         parallel(titan, "deepseek", 2, 1, dp=1, recipe="mxfp8", skip=("lm_head", "*.router.gate", "*experts*"))
 
 

@@ -343,7 +343,7 @@ def refused(case):
         ("blocks without a transpose", "'model.layers.0.mlp.experts': recipe .* gate_up_proj .experts, in, out. needs one"),
         ("hooks", "the down_proj of 'model.layers.0.mlp.experts', a GptOssExperts, has hooks"),
         ("methods", r"has methods put into it .forward."),
-        ("a tie", "other.weight is the weight of"),
+        ("a tie", "other.weight is also the weight of"),
     ],
 )
 def test_what_cannot_be_converted_is_refused(case, message):
@@ -354,5 +354,5 @@ def test_what_cannot_be_converted_is_refused(case, message):
 def test_experts_that_transformers_has_cut_are_refused():
     experts = experts_of(bfp.convert(family("Mixtral"), "mxfp8"))
     experts._is_expert_parallel = True
-    with pytest.raises(ValueError, match="cut these experts over ranks by a plan of its own"):
+    with pytest.raises(ValueError, match="sharded these experts by its own plan"):
         experts(*routed())

@@ -152,7 +152,7 @@ def test_fsdp_and_expert_parallelism_train_and_reshard(tmp_path):
     [
         ("column", "style of a QuantizedMixtralExperts must be 'experts', got 'column'"),
         ("fp8_delayed", "recipe fp8_delayed scales by amaxes of earlier steps"),
-        ("twice", "a QuantizedMixtralExperts is cut already"),
+        ("twice", "a QuantizedMixtralExperts is already sharded"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(case, message):

@@ -94,7 +94,7 @@ def test_tied_heads_are_left_with_a_warning_that_names_them(name, recipe):
     head = {"llama_tied": "lm_head", "gpt2": "lm_head", "bert": "cls.predictions.decoder"}[name]
     plain = made(TIED[name])
     model = copy.deepcopy(plain)
-    with pytest.warns(UserWarning, match=f"whose weight another module shares: '{head}' "):
+    with pytest.warns(UserWarning, match=f"because another module shares their weight: '{head}' "):
         bfp.convert(model, recipe)
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     assert not isinstance(model.get_output_embeddings(), bfp.Linear)
@@ -105,7 +105,7 @@ def test_tied_heads_are_left_with_a_warning_that_names_them(name, recipe):
 @pytest.mark.parametrize("name", TIED)
 def test_a_tied_head_that_a_filter_chose_is_an_error_and_nothing_is_changed(name):
     model = made(TIED[name])
-    with pytest.raises(ValueError, match="quantizing that would untie them"):
+    with pytest.raises(ValueError, match="quantizing it would untie them"):
         bfp.convert(model, "mxfp8", filter_fn=lambda path, layer: True)
     assert not bfp.summary(model).layers
     head = model.get_output_embeddings()
@@ -230,7 +230,7 @@ def cut(rank):
 def test_gpt2_is_not_cut():
     for raised in threaded.errors(2, cut):
         assert isinstance(raised, ValueError)
-        assert "a QuantizedConv1D, whose weight lies [in, out], can't be cut" in str(raised)
+        assert "a QuantizedConv1D, whose weight is [in, out], can't be sharded" in str(raised)
 
 
 @pytest.mark.parametrize("mean_resizing", [False, True])

@@ -89,7 +89,7 @@ def test_the_first_pattern_counts_in_files_too(tmp_path):
     assert torch.equal(logits(model), logits(again))
     assert list(again.config.quantization_config.recipe) == list(recipe)
     for wrong in (["mxfp8"], [["", "mxfp8", "nvfp4"]], [1]):
-        with pytest.raises(ValueError, match="is no list of pairs of a pattern and a recipe"):
+        with pytest.raises(ValueError, match=r"is not a list of \(pattern, recipe\) pairs"):
             BlockfpConfig(wrong)
 
 
@@ -193,7 +193,7 @@ def test_refusals(tmp_path):
         BlockfpConfig("int4")
     with pytest.raises(TypeError, match="BlockfpConfig has no bits"):
         BlockfpConfig("mxfp8", bits=4)
-    with pytest.raises(ValueError, match=r"recipe: '\(' is no regular expression"):
+    with pytest.raises(ValueError, match=r"recipe: '\(' is not a regular expression"):
         BlockfpConfig({"(": "mxfp8"})
     family("Llama").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"model holds no .* to convert"):

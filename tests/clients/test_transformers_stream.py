@@ -111,7 +111,7 @@ def test_the_documented_lines():
 
 def test_plain_names_are_refused_where_experts_lie_turned():
     model, layout = converted("gpt-oss")
-    with pytest.raises(ValueError, match=r"experts\.gate_up_proj .* lies as \[experts, in, out\].*stream_in_layout"):
+    with pytest.raises(ValueError, match=r"experts\.gate_up_proj .* is \[experts, in, out\].*stream_in_layout"):
         bfp.stream_weights(model, layout=layout)
 
 
@@ -142,7 +142,7 @@ def test_releases_that_have_weights_together_are_refused(tmp_path):
     assert said.exit_code == 0, said.output
     (tmp_path / "release" / "config.json").write_text((tmp_path / "plain" / "config.json").read_text())
     for requantize in (False, True):
-        with pytest.raises(ValueError, match=r"gqkv_proj\.weight is quantized, and the model has it as .*q_proj"):
+        with pytest.raises(ValueError, match=r"gqkv_proj\.weight is quantized, and the model splits it into .*q_proj"):
             AutoModelForCausalLM.from_pretrained(
                 tmp_path / "release", quantization_config=BlockfpConfig("fp8_block", requantize=requantize)
             )

@@ -212,5 +212,5 @@ def test_a_given_multiplier_stands_instead_of_the_amax(kind):
     np.testing.assert_array_equal(q.scales, np.full((1, 1), np.float32(1) / multiplier))
     expected = statement.to_element(statement.mul32(x, multiplier), "e4m3")
     np.testing.assert_array_equal(q.codes, expected)
-    with pytest.raises(ValueError, match="multiplier is for formats with one scale per tensor"):
+    with pytest.raises(ValueError, match="multiplier replaces amax, and needs a format with one scale per tensor"):
         numerics.quantize(x, "mxfp8_e4m3", multiplier=multiplier)

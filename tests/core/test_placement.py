@@ -156,7 +156,7 @@ def test_transposed():
         (lambda: Mesh((2, 2), ("a",)), ValueError, "needs 2 different names"),
         (lambda: Mesh((2,)).coordinate(2), ValueError, r"rank must be in 0..1, got 2"),
         (lambda: Sharding((4,), Mesh((2,)), (Shard(0),)), ValueError, r"two or more axes of size 0 or more, got \(4,\)"),
-        (lambda: Sharding((4, 4), Mesh((2, 2)), (Shard(0),)), ValueError, "one for each of the mesh's 2 axes"),
+        (lambda: Sharding((4, 4), Mesh((2, 2)), (Shard(0),)), ValueError, "one entry per mesh axis"),
         (
             lambda: Sharding((4, 4), Mesh((2,)), (Shard(2),)),
             ValueError,
@@ -240,7 +240,7 @@ def test_placements_of_torch():
     class MaskPartial:
         pass
 
-    with pytest.raises(ValueError, match="none of Replicate, Shard, _StridedShard and Partial"):
+    with pytest.raises(ValueError, match="must be Replicate, Shard, _StridedShard or Partial"):
         from_dtensor([MaskPartial()])
 
 

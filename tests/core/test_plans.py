@@ -56,7 +56,7 @@ def test_only_formats_with_a_tensor_scale_have_amax_axes(format):
 def test_amax_axes_refuses():
     with pytest.raises(ValueError, match="operand must be one of input, weight, gradient, got 'output'"):
         plans.amax_axes(TENSOR, MESH, (Shard(0),) * 3, "output")
-    with pytest.raises(ValueError, match="placements must hold one for each axis"):
+    with pytest.raises(ValueError, match="placements must have one entry per axis"):
         plans.amax_axes(TENSOR, MESH, (Shard(0),), "input")
     with pytest.raises(ValueError, match="mesh has no axis 'cp'"):
         plans.amax_axes(TENSOR, MESH, (Shard(0),) * 3, "input", data_axes=("cp",))
@@ -199,7 +199,9 @@ def test_gather_of_an_activation(format, rows, options, steps, reason):
 
 def test_refusals():
     sharding = Sharding((50, 64), MESH, (Replicate(), Replicate(), Shard(0)))
-    with pytest.raises(ValueError, match=r"rotate = True: a cut of axis 1.*inside a group of 16; gather over tp first"):
+    with pytest.raises(
+        ValueError, match=r"rotate = True: a shard boundary on axis 1.*divides a group of 16; gather over tp first"
+    ):
         plans.quantize_shards("nvfp4", sharding, operand="input", columnwise=True, rotate=True)
     batch = Sharding((50, 64), MESH, (Shard(0), Replicate(), Shard(1)))
     with pytest.raises(ValueError, match=r"Shard\(0\) on data-parallel axis 'dp' of the input.*with Replicate\(\) on 'dp'"):

@@ -102,7 +102,9 @@ def test_without_locks_nothing_is_taken_for_left_behind(tmp_path):
     with mock.patch.object(fcntl, "flock", none):
         first = publishing.begin(manifest.folder_of(tmp_path, 1))
         sums = write(first, b"first")
-        with pytest.warns(UserWarning, match=r"tmp was left behind and can't be removed: .* locking: .*manifest.json"):
+        with pytest.warns(
+            UserWarning, match=r"tmp is left over from an earlier save and can't be removed: .* locking: .*manifest.json"
+        ):
             save(tmp_path, 2)
         first.publish(sums, None)
     assert manifest.steps(tmp_path) == [1, 2]

@@ -160,16 +160,14 @@ def test_a_recipe_by_pattern():
     assert recipes.resolve({"up": "mxfp8"}, "head") is None
     with pytest.raises(ValueError, match=r"recipe for 'head': recipe 'mxfp9' is not known"):
         recipes.resolve({"": "mxfp9"}, "head")
-    with pytest.raises(ValueError, match=r"recipe: '\(' is no regular expression of layers' names"):
+    with pytest.raises(ValueError, match=r"recipe: '\(' is not a regular expression for layer names"):
         recipes.resolve({"(": "mxfp8"}, "head")
     with pytest.raises(TypeError, match="patterns of layers' names must be strings, got int: 3"):
         recipes.resolve({3: "mxfp8"}, "head")
     recipes.check_paths(mapping, ["layers.0.up", "layers.1.down"])
-    with pytest.raises(
-        ValueError, match=r"pattern 'donw' is found in no layer that could be converted; there are 'up', 'down'"
-    ):
+    with pytest.raises(ValueError, match=r"pattern 'donw' matches no convertible layer; paths are 'up', 'down'"):
         recipes.check_paths({"donw": None, "": "mxfp8"}, ["up", "down"])
-    with pytest.raises(ValueError, match="pattern 'down' stands behind '', which is found in every path: put '' last"):
+    with pytest.raises(ValueError, match="pattern 'down' follows '', which matches every path: put '' last"):
         recipes.check_paths({"": "mxfp8", "down": None}, ["up", "down"])
 
 
@@ -237,7 +235,7 @@ def test_what_a_linear_layer_runs():
         ("only the operands of the weight gradient are rotated", rotated),
         ("delayed scaling keeps one scale for the gradient", delayed.replace(gradient=Cast("mxfp8_e5m2"))),
         (
-            "delayed scaling rounds the gradient as it is to nearest",
+            "delayed scaling rounds the gradient unrotated and to nearest",
             delayed.replace(gradient=Cast("fp8_e5m2", stochastic=True)),
         ),
     ):

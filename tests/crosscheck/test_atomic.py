@@ -172,7 +172,7 @@ def test_a_list_of_users_is_kept(tmp_path):
 def test_what_is_no_file_is_not_replaced(tmp_path, kind):
     path = tmp_path / "f"
     {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "link to a device": lambda: path.symlink_to("/dev/null")}[kind]()
-    with pytest.raises(NotPlain, match=r"is a directory: '.*/f'|is no regular file: '.*/f'"), replacing(path):
+    with pytest.raises(NotPlain, match=r"is a directory: '.*/f'|is not a regular file: '.*/f'"), replacing(path):
         pytest.fail("it can't be written")
     assert [entry.name for entry in tmp_path.iterdir()] == ["f"]
 

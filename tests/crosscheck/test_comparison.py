@@ -22,7 +22,7 @@ def report(folder, arrays=ARRAYS, formats=FORMATS):
     np.savez(folder / "model.npz", **arrays)
     result = run("check", folder / "model.npz", *formats, "--report", folder / "report.json")
     assert result.exit_code == 2, result.output
-    assert "only one backend, nothing to compare it with" in " ".join(result.stdout.split())
+    assert "only one backend, nothing to compare" in " ".join(result.stdout.split())
     return folder / "report.json"
 
 
@@ -52,7 +52,7 @@ def test_equal_reports_of_two_places(path, tmp_path):
         "format      equal  tensors",
         "mxfp8_e4m3  yes          2",
         "nvfp4       yes          2",
-        "4 tensors in 2 formats, counted in each: all bits equal",
+        "4 tensors in 2 formats, counted per format: all bits equal",
     ]
 
 
@@ -105,14 +105,14 @@ def test_versions_are_said_and_count_for_nothing(path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is no JSON"),
-        ("[]", "is no report of blockfp check"),
-        ('{"files": 3}', "is no report"),
-        ("\xff", "is no JSON"),
-        ("[" * 100_000, "is no JSON: maximum recursion depth"),
-        ('{"files": [], "files": []}', "is no JSON: 'files' is there twice"),
-        ("9" * 5000, "is no JSON"),
-        ('{"files": [], "identical": true, "backends": {}, "versions": "x"}', "is no report"),
+        ("{", "is not JSON"),
+        ("[]", "is not a report of blockfp check"),
+        ('{"files": 3}', "is not a report"),
+        ("\xff", "is not JSON"),
+        ("[" * 100_000, "is not JSON: maximum recursion depth"),
+        ('{"files": [], "files": []}', "is not JSON: duplicate name 'files'"),
+        ("9" * 5000, "is not JSON"),
+        ('{"files": [], "identical": true, "backends": {}, "versions": "x"}', "is not a report"),
     ],
 )
 def test_what_is_no_report(path, text, message):
@@ -156,7 +156,7 @@ def test_a_report_of_other_types(path, into, key, value, side):
         assert result.exit_code == 1
         return
     assert result.exit_code == 2, result.output
-    assert f"{pair[side]}: is no report of blockfp check" in " ".join(result.stderr.split())
+    assert f"{pair[side]}: is not a report of blockfp check" in " ".join(result.stderr.split())
     assert len(result.stderr.strip().splitlines()) == 1
     assert isinstance(result.exception, SystemExit)
 
@@ -170,7 +170,7 @@ def test_hashes_that_are_there_twice_are_not_passed_over(path):
         other = changed(path, double)
         result = run("check", "--compare", path, other)
         assert result.exit_code == 2, result.output
-        assert "which is there twice" in result.stderr
+        assert "which is duplicated" in result.stderr
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "nothing", "too long"])
@@ -189,15 +189,19 @@ def test_a_report_that_is_no_file(path, kind):
     command = [sys.executable, "-m", "blockfp", "check", "--compare", path, other]
     done = subprocess.run(command, cwd=path.parent, capture_output=True, text=True, timeout=LIMIT)
     assert (done.returncode, done.stdout) == (2, "")
-    why = {"folder": "is a directory", "nothing": "No such file", "too long": "is no JSON: the file of 1073741825 bytes is not"}
-    assert done.stderr.startswith(f"error: {other}: {why.get(kind, 'is no regular file')}")
+    why = {
+        "folder": "is a directory",
+        "nothing": "No such file",
+        "too long": "is not JSON: the file of 1073741825 bytes is not",
+    }
+    assert done.stderr.startswith(f"error: {other}: {why.get(kind, 'is not a regular file')}")
     assert len(done.stderr.splitlines()) == 1
 
 
 def test_options_that_do_not_go_together(path):
     result = run("check", "model.npz", "--compare", path, path, "--per-tensor")
     assert result.exit_code == 2
-    assert "takes no FILE or --per-tensor" in result.stderr
+    assert "remove FILE and --per-tensor" in result.stderr
     result = run("check")
     assert result.exit_code == 2
     assert "name a .safetensors, .npy or .npz file, or two reports with --compare" in result.stderr
@@ -290,7 +294,7 @@ def test_its_differences_are_named(own):
         ("Lists", "backend 'mine': dequantize must return a NumPy array, got list"),
         ("Missing", "--backend my_backend:Missing: my_backend has no attribute 'Missing'"),
         ("Nameless", "--backend my_backend:Nameless: Nameless.name must be a string: see blockfp.check.crosscheck.Backend"),
-        ("Numpy", "--backend my_backend:Numpy: another backend is called 'numpy' too"),
+        ("Numpy", "--backend my_backend:Numpy: another backend is also named 'numpy'"),
     ],
 )
 def test_what_is_no_backend(own, name, message):
@@ -302,4 +306,4 @@ def test_what_is_no_backend(own, name, message):
 def test_a_module_that_is_not_there(own):
     result = run("check", "x.npy", "--backend", "no_such_module:Same")
     assert result.exit_code == 2
-    assert "--backend no_such_module:Same: not here: No module named 'no_such_module'" in " ".join(result.stderr.split())
+    assert "--backend no_such_module:Same: unavailable: No module named 'no_such_module'" in " ".join(result.stderr.split())

@@ -51,7 +51,7 @@ def test_several_files(tmp_path):
     for arguments in (pieces, ()):
         result = run("export", tmp_path / "run", several, *arguments)
         assert result.exit_code == 2
-        assert "s.safetensors.index.json: exists already; --force" in result.output.replace("\n", "")
+        assert "s.safetensors.index.json: already exists; --force" in result.output.replace("\n", "")
     assert run("export", tmp_path / "run", several, *pieces, "--force").exit_code == 0
     assert run("export", tmp_path / "run", one).exit_code == 0
     found = []
@@ -92,7 +92,7 @@ def test_high_precision_comes_from_the_masters(dtype, tmp_path):
     options = [] if dtype is None else ["--dtype", dtype]
     result = run("export", tmp_path / "run", tmp_path / "model.safetensors", "--to", "high-precision", *options)
     assert result.exit_code == 0, result.output
-    assert "values of codes" not in result.output
+    assert "dequantized from codes" not in result.output
     model, optimizer = unsharded("mxfp8_e4m3_32x32", torch.bfloat16)
     values = read(tmp_path / "model.safetensors")
     for i, layer in enumerate(model):
@@ -145,8 +145,8 @@ def test_names_that_are_those_of_others(tmp_path):
     path = tmp_path / "m.safetensors"
     result = run("export", tmp_path / "run", path, "--to", "high-precision", "--dtype", "float32")
     assert result.exit_code == 0, result.output
-    assert "values of codes" not in result.output
-    assert "left out, since only training needs it: 12 tensors (" in result.output
+    assert "dequantized from codes" not in result.output
+    assert "omitted, because only training needs it: 12 tensors (" in result.output
     values = read(path)
     for name, twin in (("proj.weight", "proj.weight"), ("inner.proj.weight",) * 2, ("tied.weight", "inner.proj.weight")):
         np.testing.assert_array_equal(values[name], optimizer.state[model.get_parameter(twin)]["master"].numpy())
@@ -222,7 +222,7 @@ def test_names_that_others_give(tmp_path):
         assert not any("optim" in name for name in there)
     result = run("export", tmp_path / "3", out, "--force")
     assert result.exit_code == 2
-    assert "begin with 'model.': lm_head.bias, lm_head.weight: --prefix '' takes all" in result.output.replace("\n", "")
+    assert "begin with 'model.': lm_head.bias, lm_head.weight: --prefix '' exports all" in result.output.replace("\n", "")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -232,7 +232,7 @@ def test_without_masters_it_says_that_values_are_those_of_codes(tmp_path):
     assert run("export", tmp_path / "dcp", tmp_path / "model.safetensors").exit_code == 2
     result = run("export", tmp_path / "dcp", tmp_path / "m.safetensors", "--prefix", "", "--to", "high-precision")
     assert result.exit_code == 0, result.output
-    assert "since the checkpoint has no fp32 weight: 2 weights (0.weight, 1.weight)" in result.output
+    assert "because the checkpoint has no fp32 weight: 2 weights (0.weight, 1.weight)" in result.output
     values = read(tmp_path / "m.safetensors")
     np.testing.assert_array_equal(bits(values["0.weight"]), bits(model[0].weight.detach().dequantize().numpy()))
 
@@ -248,7 +248,7 @@ def test_bad_use(tmp_path):
         ((tmp_path / "nowhere", out), "holds no checkpoint"),
         ((tmp_path / "run", out, "--step", "7"), "has no checkpoint of step 7: there are 2"),
         ((tmp_path / "run", out, "--to", "onnx"), "--to onnx: must be one of"),
-        ((tmp_path / "run", out, "--dtype", "float32"), "goes with --to high-precision"),
+        ((tmp_path / "run", out, "--dtype", "float32"), "needs --to high-precision"),
         ((tmp_path / "run", out, "--to", "high-precision", "--dtype", "int8"), "must be float32, float16 or bfloat16"),
         ((tmp_path / "run", tmp_path / "out.bin"), "must end in .safetensors"),
         ((tmp_path / "run", out, "--prefix", "module."), "no name begins with 'module.'"),
@@ -286,10 +286,10 @@ def test_a_damaged_index_is_named(tmp_path):
     dcp.save({"model": model_of("nvfp4", SHAPES).state_dict()}, checkpoint_id=tmp_path / "dcp")
     whole = read_index(manifest.Files(tmp_path / "dcp"))
     for damage, message in (
-        (lambda index: index.storage_data.clear(), "of which the index doesn't say where it lies"),
+        (lambda index: index.storage_data.clear(), "that the index doesn't locate"),
         (
             lambda index: vars(index.state_dict_metadata["model.0.bias"]).pop("size"),
-            "says of 'model.0.bias' what an index doesn't: KeyError('size')",
+            "is malformed at 'model.0.bias': KeyError('size')",
         ),
         (lambda index: vars(index).pop("state_dict_metadata"), "holds a Metadata without tensors"),
     ):

@@ -100,7 +100,7 @@ def other_dtype(index):
         (halved, r"model\.0\.bias of shape \(32,\) has 32 elements, its pieces have 16"),
         (longer, r"extra\.own\.cursor of shape \(1000000000000,\) has 1000000000000 elements, its pieces have 3"),
         (doubled, r"model\.0\.bias of shape \(32,\) has 32 elements, its pieces have 64"),
-        (lambda index: index.storage_data.clear(), r"has a .* of which the index doesn't say where it lies"),
+        (lambda index: index.storage_data.clear(), r"has a .* that the index doesn't locate"),
         (lambda index: setattr(index, "storage_data", None), "without tensors or their places"),
     ],
 )
@@ -165,7 +165,7 @@ def rewrite_files(checkpoint, change):
 @pytest.mark.parametrize("name", ["/dev/zero", "../x", "a/b", "..", ".", "", "a\0b", "\ud800", "x" * 300])
 def test_a_manifest_names_files_in_its_folder(checkpoint, name):
     rewrite_files(checkpoint, lambda files: files.update({name: {"length": 0, "sha256": "0" * 64}}))
-    refused(checkpoint, r"manifest\.json names .*, which is no file in its folder")
+    refused(checkpoint, r"manifest\.json names .*, which is not a file in its folder")
 
 
 @pytest.mark.parametrize("length", [-1, 2**63, "5", 0.5, None, True, [1]])
@@ -178,7 +178,7 @@ def test_a_manifest_of_numbers_that_are_none(checkpoint):
     path = checkpoint / manifest.MANIFEST
     for text in ('{"version": 1, "files": {"x": {"length": Infinity}}}', "[" * 10_000, "1" * 10_000, "\xff\xfe"):
         path.write_text(text, encoding="latin-1")
-        refused(checkpoint, r"manifest\.json is no manifest")
+        refused(checkpoint, r"manifest\.json is not a manifest")
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "link out", "folder"])
@@ -194,7 +194,7 @@ def test_files_of_a_checkpoint_are_files(checkpoint, tmp_path, kind):
     else:
         (elsewhere := tmp_path / "elsewhere").write_bytes(content)
         path.symlink_to("/dev/zero" if kind == "device" else elsewhere)
-    refused(checkpoint, r"__0_0\.distcp(: is no regular file|: is a directory| is a link out of the checkpoint's folder)")
+    refused(checkpoint, r"__0_0\.distcp(: is not a regular file|: is a directory| is a link out of the checkpoint's folder)")
     (checkpoint / manifest.MANIFEST).unlink()
     foreign = checkpoint.rename(tmp_path / "foreign")
     with pytest.raises(fuzz.Refused):
@@ -217,7 +217,7 @@ def test_a_step_without_a_manifest_is_not_exported(checkpoint, tmp_path):
 def test_files_of_a_model_are_files(tmp_path):
     for name in ("x.npy", "x.npz", "x.safetensors", "x.safetensors.index.json"):
         os.mkfifo(tmp_path / name)
-        with pytest.raises(BadFile, match=rf"{name}.*is no regular file"):
+        with pytest.raises(BadFile, match=rf"{name}.*is not a regular file"):
             blockfp.load(tmp_path / name) if "safetensors" in name else modelfile.open_model(tmp_path / name)
 
 

@@ -115,14 +115,14 @@ REFUSED = {
     "(3, 3)": {"a.weight": fp8_codes(64, 32).view(FP8), "a.weight_scale_inv": np.ones((3, 3), np.float32)},
     "AWQ": {"a.weight": A, "a.weight_scale": ONE, "a.pre_quant_scale": np.ones(64, BF16)},
     "sparse": {"a.weight.compressed": A, "a.weight.bitmask": some_bytes(8, 8)},
-    "a.scale_weight is there": {"a.weight": A, "a.scale_weight": ONE},
-    "a._weight_scale is there": {"a._weight_qdata": A, "a._weight_scale": np.ones((8, 1), np.float32)},
-    "a.weight_scale_2, which no layout": {
+    "a.scale_weight exists": {"a.weight": A, "a.scale_weight": ONE},
+    "a._weight_scale exists": {"a._weight_qdata": A, "a._weight_scale": np.ones((8, 1), np.float32)},
+    "a.weight_scale_2, which no layout combines": {
         "a.weight": A,
         "a.weight_scale_inv": np.ones((1, 1), np.float32),
         "a.weight_scale_2": ONE,
     },
-    "a.weight_scale, and a.weight_scale_inv, which": {"a.weight": A, "a.weight_scale_inv": ONE, "a.weight_scale": ONE},
+    "a.weight_scale and also a.weight_scale_inv, which": {"a.weight": A, "a.weight_scale_inv": ONE, "a.weight_scale": ONE},
 }
 
 
@@ -177,7 +177,7 @@ def test_integers_of_a_method_that_is_not_known_are_refused(method, tmp_path):
         with pytest.raises(BadFile) as caught:
             importlib.import_module(face).load(tmp_path)
         assert str(caught.value).startswith(what)
-        assert f"config.json says '{method.split()[0]}', a method that has no layout here" in str(caught.value)
+        assert f"config.json names the method '{method.split()[0]}', whose layout is unknown" in str(caught.value)
     out = tmp_path / "out.safetensors"
     for command in (
         ("quantize", path, out, "--format", "nvfp4"),
@@ -312,7 +312,7 @@ def test_blocks_are_as_large_as_config_json_says(shape, block, reads, tmp_path):
     if reads:
         assert blockfp.load(path)["a.weight"].format.name == "fp8_e4m3_128x128_fp32"
     else:
-        with pytest.raises(BadFile, match=f"config.json says blocks of {block[0]}x{block[1]}"):
+        with pytest.raises(BadFile, match=f"config.json specifies blocks of {block[0]}x{block[1]}"):
             blockfp.load(path)
 
 

@@ -182,7 +182,7 @@ def test_gradients_of_sums():
         (lambda x: bfp.all_gather(x, AXIS, "mxint8", gradient_key=1), "gradient_key: gradients are rounded only where"),
         (lambda x: bfp.all_gather(x, AXIS, "mxint8", gradient_format="nvfp4"), "gradient_format nvfp4: rows that go to"),
         (lambda x: bfp.all_gather(x[0], AXIS, "mxint8"), r"x must be \[rows, columns\]"),
-        (lambda x: bfp.all_gather(bfp.quantize(x, "mxint8"), AXIS), "x is whole on every rank"),
+        (lambda x: bfp.all_gather(bfp.quantize(x, "mxint8"), AXIS), "x is replicated on every rank"),
         (lambda x: bfp.reduce_scatter(x, AXIS, "mxint8"), "rows a multiple of the 8 ranks of 'fsdp'"),
         (lambda x: bfp.all_reduce(x[0], AXIS, "mxint8"), r"x must be \[rows, columns\]"),
         (lambda x: bfp.all_reduce(x, AXIS, "mxint9"), "format 'mxint9' is not known"),

@@ -180,7 +180,9 @@ def test_dot_general_lies_as_out_sharding_says(mesh):
             y = jax.jit(multiply, static_argnums=2)(*placed, out)
             assert jax.typeof(y).sharding.spec == P(*(*getattr(out, "spec", out), *(None,) * 3)[:3])
             np.testing.assert_allclose(y, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
-    with pytest.raises(ValueError, match=r"out_sharding = .* must be a PartitionSpec or NamedSharding of a mesh with Explicit"):
+    with pytest.raises(
+        ValueError, match=r"out_sharding = .* must be a PartitionSpec or NamedSharding of lhs's mesh with Explicit"
+    ):
         bfp.dot_general(x, w, (((2,), (1,)), ((), ())), out_sharding=P("d"), recipe="mxfp8")
 
 

@@ -180,11 +180,13 @@ def test_bad_axes_at_trace_time():
         specs = (bfp.partition_specs(placed) if weight_specs is None else weight_specs, x_spec)
         jax.eval_shape(jax.shard_map(body, mesh=case.mesh, in_specs=specs, out_specs=P(), check_vma=False), placed, x)
 
-    with pytest.raises(ValueError, match=r"one axis may cut it .tensor parallelism., got fsdp, tp; FSDP's axes belong to data"):
+    with pytest.raises(
+        ValueError, match=r"only one axis may shard it .tensor parallelism., got fsdp, tp; FSDP's axes belong in data"
+    ):
         trace(placed, P("fsdp", "tp"))
     with pytest.raises(ValueError, match="mesh axis 'data' is unknown here"):
         trace(placed, P("fsdp", "tp"), data_axes=("data",))
     with pytest.raises(ValueError, match="with in = 32 as in the weight"):
         trace(placed, P("fsdp"), data_axes=("fsdp",))
-    with pytest.raises(ValueError, match=r"of which a rank holds \(16, 32\), and it has shape \(64, 32\)"):
+    with pytest.raises(ValueError, match=r"so a rank holds \(16, 32\), but it has shape \(64, 32\)"):
         trace(placed, P("fsdp", "tp"), weight_specs=jax.tree.map(lambda _: P(), placed), data_axes=("fsdp",))

@@ -211,7 +211,7 @@ def test_nothing_to_contract():
 def test_default_precisions(precision):
     product = lambda precision: bfp.dot_general(X, X, (((1,), (1,)), ((), ())), precision, recipe="mxfp8")  # noqa: E731
     assert jax.eval_shape(lambda: product(precision)).shape == (40, 40)
-    with pytest.raises(ValueError, match="leave it None"):
+    with pytest.raises(ValueError, match="must be None; the recipe's fast_accum"):
         product(("default", "highest"))
 
 
@@ -302,8 +302,8 @@ def test_several_processes(tmp_path):
         ended = [process.communicate(timeout=LIMIT) for process in running]
     for process, (out, err) in zip(running, ended, strict=True):
         assert process.returncode == 0, err
-        assert "w.codes_mxfp8_e4m3_float32_32 lies on devices of several processes" in out
-        assert "save it with Orbax" in out
+        assert "w.codes_mxfp8_e4m3_float32_32 is on devices of several processes" in out
+        assert "save it by Orbax" in out
         assert "the same bits" in out
     assert not any(tmp_path.iterdir())
 

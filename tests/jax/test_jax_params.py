@@ -54,11 +54,11 @@ def test_a_recipe_by_pattern(params):
     mapping = {"^head": None, "up": "mxfp6", "": "mxfp8"}
     by_function = lambda path: None if path.startswith("head") else "mxfp6" if "up" in path else "mxfp8"  # noqa: E731
     assert_same_tree(bfp.quantize_params(params, mapping), bfp.quantize_params(params, by_function))
-    with pytest.raises(ValueError, match=r"pattern '\^haed' is found in no layer"):
+    with pytest.raises(ValueError, match=r"pattern '\^haed' matches no convertible layer"):
         bfp.quantize_params(params, {"^haed": None, "": "mxfp8"})
     # Found in a leaf that is no weight, a recipe would quantize nothing, and None does what is meant.
     tree = {"up": jnp.ones((32, 64)), "bias": jnp.ones(32)}
-    with pytest.raises(ValueError, match=r"pattern 'bias' is found in no layer that could be converted; there are 'up'"):
+    with pytest.raises(ValueError, match=r"pattern 'bias' matches no convertible layer; paths are 'up'"):
         bfp.quantize_params(tree, {"bias": "mxfp8"})
     assert bfp.quantize_params(tree, {"bias": None, "": "mxfp8"})["up"].format.square
 

@@ -159,17 +159,17 @@ def test_bad_specs_name_the_leaf(specs, message):
 def test_bad_leaves():
     mesh = CASES["FSDP 8"].mesh
     q = quantized(sample("gaussian", (8, 32)), "mxint8")
-    with pytest.raises(ValueError, match=r"a: an axis of 6 of a plain array can't be cut evenly over 'fsdp' \(8 ranks\)"):
+    with pytest.raises(ValueError, match=r"a: an axis of 6 of a plain array can't be divided evenly over 'fsdp' \(8 ranks\)"):
         bfp.shard_params({"a": jnp.zeros(6)}, mesh, P("fsdp"))
     with pytest.raises(ValueError, match=r"a: spec .* has 2 entries for an array of shape \(8,\)"):
         bfp.shard_params({"a": jnp.zeros(8)}, mesh, P("fsdp", None))
-    with pytest.raises(ValueError, match=r"a: lies on a mesh already .*: unshard_params first"):
+    with pytest.raises(ValueError, match=r"a: is already sharded .*: use unshard_params first"):
         bfp.shard_params({"a": bfp.shard_params(q, mesh, P("fsdp"))}, mesh, P())
     with pytest.raises(TypeError, match=r"mesh must be a jax\.sharding\.Mesh, got int"):
         bfp.shard_params({}, 3, {})
     with pytest.raises(TypeError, match=r"a: specs must hold PartitionSpecs, got str"):
         bfp.shard_params({"a": q}, mesh, {"a": "fsdp"})
-    with pytest.raises(ValueError, match="an axis of 6 of a stack of quantized matrices can't be cut evenly over 'fsdp'"):
+    with pytest.raises(ValueError, match="an axis of 6 of a stack of quantized matrices can't be divided evenly over 'fsdp'"):
         bfp.shard_params(bfp.quantize(jnp.ones((6, 4, 32)), "mxint8"), mesh, P("fsdp"))
     with pytest.raises(ValueError, match=r"a: spec .* names mesh axis 'fsdp' twice"):
         bfp.shard_params({"a": jnp.zeros((8, 8))}, mesh, P("fsdp", "fsdp"))

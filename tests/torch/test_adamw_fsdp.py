@@ -275,7 +275,7 @@ def fp8_cut(rank, weight):
     mesh = init_device_mesh("cpu", (2,))
     p = nn.Parameter(distribute_tensor(weight, mesh, [Shard(1)], src_data_rank=None))
     p.grad = DTensor.from_local(torch.ones_like(p.to_local()), mesh, [Shard(1)], run_check=False)
-    with pytest.raises(ValueError, match="cut between them"):
+    with pytest.raises(ValueError, match="divide them"):
         bfp.AdamW([p], moments="fp8").step()
 
 

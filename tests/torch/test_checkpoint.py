@@ -220,9 +220,9 @@ def test_another_format_is_refused_before_anything_is_changed(tmp_path):
     threaded.run(2, save, "fsdp2", tmp_path, "mxfp8_e4m3_32x32")
     threaded.run(2, _wrong_format, tmp_path)
     state = model_of("mxfp8_e4m3_32x32", SHAPES).state_dict()
-    with pytest.raises(ValueError, match=r"0\.weight is mxfp8_e5m2 in the model and mxfp8_e4m3_32x32 in what is loaded"):
+    with pytest.raises(ValueError, match=r"0\.weight is mxfp8_e5m2 in the model and mxfp8_e4m3_32x32 in the loaded state"):
         model_of("mxfp8_e5m2", SHAPES).load_state_dict(state)
-    with pytest.raises(ValueError, match=r"0\.weight is torch\.float32 in the model and mxfp8_e4m3_32x32 in what is loaded"):
+    with pytest.raises(ValueError, match=r"0\.weight is torch\.float32 in the model and mxfp8_e4m3_32x32 in the loaded state"):
         model_of(None, SHAPES).load_state_dict(state)
     del state["0.weight_scale"]
     with pytest.raises(ValueError, match=r"needs 0\.weight_scale, which"):

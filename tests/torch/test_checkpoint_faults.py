@@ -130,7 +130,7 @@ def test_the_sum_is_of_what_was_written(run, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", then_damaged)
         bfp.save_checkpoint(run, model_of(1.0), step=2)
-    with pytest.raises(BadCheckpoint, match=r"step-00000002/__0_0\.distcp is not what was saved: its SHA-256 differs"):
+    with pytest.raises(BadCheckpoint, match=r"step-00000002/__0_0\.distcp has changed since it was saved: its SHA-256 differs"):
         bfp.load_checkpoint(run, model_of(3.0))
 
 

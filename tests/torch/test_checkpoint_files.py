@@ -59,7 +59,7 @@ def refused(run, match, **options):
 def test_a_file_that_is_cut_short_is_named(saved):
     path = saved / "step-00000002" / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:-1])
-    refused(saved, r"step-00000002/__0_0\.distcp has \d+ bytes and should have \d+")
+    refused(saved, r"step-00000002/__0_0\.distcp has \d+ bytes instead of \d+")
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
@@ -68,7 +68,7 @@ def test_an_altered_file_is_named(saved, name):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    refused(saved, rf"step-00000002/{name} is not what was saved: its SHA-256 differs")
+    refused(saved, rf"step-00000002/{name} has changed since it was saved: its SHA-256 differs")
     refused(saved / "step-00000002", "SHA-256")
     assert bfp.load_checkpoint(saved, model_of(FORMAT, SHAPES), step=1).step == 1
 
@@ -82,7 +82,7 @@ def test_a_manifest_that_is_none(saved):
     path = saved / "step-00000002" / "manifest.json"
     content = json.loads(path.read_text())
     path.write_text("{}")
-    refused(saved, r"manifest\.json is no manifest: KeyError")
+    refused(saved, r"manifest\.json is not a manifest: KeyError")
     path.write_text(json.dumps(content | {"version": 2}))
     refused(saved, r"manifest\.json is of version 2; this blockfp reads version 1")
     # What isn't listed would not be looked at.
@@ -94,7 +94,7 @@ def test_a_manifest_that_is_none(saved):
 
 def test_what_is_there_and_what_is_not(saved, tmp_path):
     refused(tmp_path, "holds no checkpoint")
-    refused(saved, r"has no checkpoint of step 7: there are 1, 2", step=7)
+    refused(saved, r"has no checkpoint of step 7, only 1, 2", step=7)
     refused(saved / "step-00000002", r"is a checkpoint itself, not of step 1", step=1)
     model = model_of(FORMAT, SHAPES)
     with pytest.raises(FileExistsError, match="is never overwritten"):
@@ -103,7 +103,7 @@ def test_what_is_there_and_what_is_not(saved, tmp_path):
         bfp.save_checkpoint(saved, model, step=3, extra={"cursor": {"file": 1}})
     with pytest.raises(FileExistsError, match=r"step-00000002 is a checkpoint itself: save to the folder of the run, .*run$"):
         bfp.save_checkpoint(saved / "step-00000002", model, step=3)
-    with pytest.raises(NotADirectoryError, match=r"manifest\.json is no folder"):
+    with pytest.raises(NotADirectoryError, match=r"manifest\.json is not a folder"):
         bfp.save_checkpoint(saved / "step-00000002" / "manifest.json", model, step=3)
 
 
@@ -111,10 +111,10 @@ def test_what_is_there_and_what_is_not(saved, tmp_path):
     ("change", "error", "match"),
     [
         ({"keep": 0}, ValueError, "keep must be 1 or more, got 0"),
-        ({"keep": 1.5}, TypeError, "keep must be a whole number, got 1.5"),
+        ({"keep": 1.5}, TypeError, "keep must be an integer, got 1.5"),
         ({"step": -1}, ValueError, "step must be 0 or more, got -1"),
-        ({"step": 5.0}, TypeError, "step must be a whole number, got 5.0"),
-        ({"step": None}, TypeError, "step must be a whole number, got None"),
+        ({"step": 5.0}, TypeError, "step must be an integer, got 5.0"),
+        ({"step": None}, TypeError, "step must be an integer, got None"),
         ({"extra": 3}, TypeError, "extra must be a dictionary, got int"),
         ({"extra": {3: 1}}, TypeError, "extra must have strings for names, got 3"),
         ({"extra": {"s": Step.FIRST}}, TypeError, r"extra\['s'\] must be a tensor, or numbers and strings, got Step"),
@@ -143,7 +143,7 @@ def test_numbers_of_numpy(tmp_path):
     loaded = bfp.load_checkpoint(tmp_path, model, optimizer, step=np.int64(7))
     assert (loaded.step, loaded.extra) == (7, {"loss": 1.5, "both": (3, True)})
     assert type(optimizer.param_groups[0]["lr"]) is float
-    with pytest.raises(ValueError, match=r"optimizer's parameter 0, of shape \(64, 128\), is none of the model's"):
+    with pytest.raises(ValueError, match=r"optimizer's parameter 0, of shape \(64, 128\), isn't one of the model's"):
         bfp.save_checkpoint(tmp_path, model_of(FORMAT, SHAPES), optimizer, step=8)
     optimizer.param_groups[0]["eps"] = Step.FIRST
     with pytest.raises(

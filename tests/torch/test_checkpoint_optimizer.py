@@ -115,10 +115,10 @@ def _groups(model, first):
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda model: bfp.AdamW(_groups(model, 1)), r"group 0 has there, but not here, 0\.bias; here, but not there, nothing"),
+        (lambda model: bfp.AdamW(_groups(model, 1)), r"group 0 only in the checkpoint: 0\.bias; only here: nothing"),
         (
             lambda model: bfp.AdamW(model.parameters()),
-            r"other groups: group 0 has there, but not here, nothing; here, .* 1\.bias",
+            r"other groups: group 0 only in the checkpoint: nothing; only here: .*1\.bias",
         ),
         (
             lambda model: bfp.AdamW(_groups(model, 2), lr=torch.tensor(0.1)),

@@ -259,7 +259,7 @@ def of_another_recipe(rank):
     with pytest.raises(ValueError, match="the rows were dispatched by recipe mxfp8, and this layer has fp8_block"):
         layer(received.tokens, received)
     layer = bfp.parallelize(bfp.GroupedLinear(EXPERTS, IN, 32, recipe="mxfp8"), init_device_mesh("cpu", (2,)), "column")
-    with pytest.raises(ValueError, match="rows that were dispatched are for whole experts, and these are cut as 'column'"):
+    with pytest.raises(ValueError, match="dispatched rows need whole experts, but these are sharded as 'column'"):
         layer(received.tokens, received)
 
 

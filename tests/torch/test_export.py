@@ -100,7 +100,7 @@ def test_layers_are_leaves_of_a_symbolic_trace():
             return isinstance(module, bfp.Linear) or super().is_leaf_module(module, name)
 
     model = converted("mxfp8", activation=nn.Identity)
-    with pytest.raises(TypeError, match=r"got Proxy; let is_leaf_module"):
+    with pytest.raises(TypeError, match=r"got Proxy; make blockfp's layers leaves by is_leaf_module"):
         torch.fx.symbolic_trace(model)
     traced = torch.fx.GraphModule(model, Tracer().trace(model))
     x = X.clone().requires_grad_()

@@ -182,7 +182,7 @@ def test_assigned_to_the_meta_device(kept):
     parameter = model.weight
     # The second time it has memory, and is written to as without `assign`.
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"weight is on the meta device in what is loaded"):
+        with pytest.raises(ValueError, match=r"weight is on the meta device in the loaded state"):
             model.load_state_dict(state | {"weight": values.to("meta")}, assign=True)
         assert not any(model.load_state_dict(state, assign=True))
         assert isinstance(model.weight, nn.Parameter)
@@ -351,7 +351,7 @@ def _refused(rank):
     model = sharded(converted(0, "mxfp8"))
     before = [local_of(layer.weight).codes.clone() for layer in model]
     state = converted(1, "nvfp4").state_dict() if rank == 0 else {}
-    with pytest.raises(ValueError, match=r"0\.weight is mxfp8_e4m3_32x32 in the model and nvfp4_16x16 in what is loaded"):
+    with pytest.raises(ValueError, match=r"0\.weight is mxfp8_e4m3_32x32 in the model and nvfp4_16x16 in the loaded state"):
         set_model_state_dict(model, state, options=options)
     assert all(torch.equal(local_of(layer.weight).codes, old) for layer, old in zip(model, before, strict=True))
     # A shard's values that nobody quantizes are not forgotten.

@@ -120,7 +120,7 @@ def test_grouped_layers_compile():
 
 @pytest.mark.parametrize(
     ("counts", "message"),
-    [([1, 2], "each of 3"), ([1, 2, 3], "add up"), ([-1, 8, 0], "0 or more"), (torch.tensor([3.0, 4.0, 0.0]), "whole numbers")],
+    [([1, 2], "each of 3"), ([1, 2, 3], "add up"), ([-1, 8, 0], "0 or more"), (torch.tensor([3.0, 4.0, 0.0]), "integers")],
 )
 def test_counts_that_do_not_fit(counts, message):
     with pytest.raises(ValueError, match=message):

@@ -79,7 +79,7 @@ def test_an_optimizer_built_before_is_told_so_at_its_first_step(weights):
         model(values((4, 64))).sum().backward()
         for optimizer in early:
             for call in (optimizer.step, optimizer.zero_grad):
-                with pytest.raises(RuntimeError, match=r"parallelize has put another in its place.*behind parallelize"):
+                with pytest.raises(RuntimeError, match=r"parallelize has replaced it.*after parallelize"):
                     call()
         for act in (
             lambda: nn.utils.clip_grad_norm_(held, 1.0),
@@ -87,7 +87,7 @@ def test_an_optimizer_built_before_is_told_so_at_its_first_step(weights):
             lambda: held[0].data,
             lambda: held[1] + 1,
         ):
-            with pytest.raises(RuntimeError, match="parallelize has put another in its place"):
+            with pytest.raises(RuntimeError, match="parallelize has replaced it"):
                 act()
         assert "Replaced" in repr(held)
         late = bfp.AdamW(model.parameters())
@@ -356,20 +356,20 @@ MESSAGES = {
     "mesh": "tp_mesh must have one axis",
     "style": "style of a Linear must be one of ('column', 'row'), got None",
     "experts": "style of a Linear must be one of ('column', 'row'), got 'experts'",
-    "twice": "cut already: call parallelize once",
-    "norm twice": "nothing to cut in a SharedRMSNorm",
-    "shared weight": "is that of a layer of another style too, which would cut it along axis 0: give both the same",
+    "twice": "already sharded: call parallelize once",
+    "norm twice": "a SharedRMSNorm has nothing to shard",
+    "shared weight": "also belongs to a layer of another style, which would shard it along axis 0: give both the same",
     "pattern": "no layer is named '5'",
     "heads": "2 ranks can't share 3 heads of keys and values evenly",
-    "tied": "embedding.weight is a parameter of a layer that is cut, too, and cutting one alone would untie them",
-    "a norm of one's own": "0, a OwnNorm, isn't known, and its gradients would be those of each rank's own tokens",
+    "tied": "embedding.weight is also a parameter of a sharded layer, and sharding only one would untie them",
+    "a norm of one's own": "0, a OwnNorm, isn't known, and its gradients would only cover each rank's own tokens",
     "no known norm": "a norm must be one of ['LayerNorm', 'RMSNorm'] to be shared, got a Identity",
     "sequence of experts": "sequence_parallel=True: the tokens of a GroupedLinear are sent to it",
     "sequence_dim": "sequence_dim must be -2, of [batch, tokens, features], or 0, of [tokens, batch, features], got 1",
-    "another mesh": ", and the layer is cut over DeviceMesh(",
-    "both axes": ", and the layer is cut over DeviceMesh(",
+    "another mesh": ", but the layer is sharded over DeviceMesh(",
+    "both axes": ", but the layer is sharded over DeviceMesh(",
     "experts as DTensors": "experts take the rows that were sent to this rank, got a DTensor",
-    "not cut": "x is a DTensor, and the layer isn't cut",
+    "not cut": "x is a DTensor, but the layer isn't sharded",
     "tokens first": "attention takes [batch, tokens, features]",
     "reduce": "sequence_parallel=True",
     "no mesh": "need a tp_mesh",

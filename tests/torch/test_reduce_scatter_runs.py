@@ -89,7 +89,7 @@ def refused(rank):
     _, reduce_scatter = sharded(mesh, "mxfp8_e5m2")
     with pytest.raises(ValueError, match="counts the reductions of 3 parameters, and the model has 7"):
         reduce_scatter.load_state_dict({"reductions": torch.zeros(3)})
-    with pytest.raises(RuntimeError, match="called by FSDP2 alone"):
+    with pytest.raises(RuntimeError, match="only FSDP2 may call"):
         reduce_scatter(torch.zeros(4), torch.zeros(8), dist.group.WORLD, dist.ReduceOp.SUM)
     return found
 
@@ -101,7 +101,7 @@ def test_what_cannot_be_done_is_refused_by_name():
             "format nvfp4: rows",
             "format fp8_e5m2: rows",
             "key must be",
-            "'matrix' is cut along axis 1",
+            "'matrix' is sharded along axis 1",
         )
         for message, part in zip(messages, words, strict=True):
             assert part in message

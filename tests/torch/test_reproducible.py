@@ -277,7 +277,7 @@ def refused_on_ranks(rank):
     # Ranks are threads, and draw from one generator.
     torch.distributed.barrier()
     hsdp = fully_shard(Product(), mesh=mesh)
-    with pytest.raises(ValueError, match=r"weight lies .* not the mesh of Reproducible"):
+    with pytest.raises(ValueError, match=r"weight is placed as .* not the mesh of Reproducible"):
         bfp.Reproducible(hsdp, 8, mesh["shard"])
     with pytest.raises(ValueError, match="mesh must have the one axis"):
         bfp.Reproducible(hsdp, 8, mesh)

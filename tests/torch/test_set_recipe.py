@@ -309,7 +309,7 @@ def test_what_is_refused_changes_nothing():
     for wrong, message in (
         (lambda: bfp.set_recipe(nn.Linear(4, 4), optimizer, "mxfp8"), "model holds no quantized layer"),
         (lambda: bfp.set_recipe(model, optimizer, "mxfp9"), "recipe 'mxfp9' is not known"),
-        (lambda: bfp.set_recipe(model, optimizer, {"up": "mxfp8"}), "pattern 'up' is found in no layer"),
+        (lambda: bfp.set_recipe(model, optimizer, {"up": "mxfp8"}), "pattern 'up' matches no convertible layer"),
         (lambda: bfp.set_recipe(model, others, "mxfp8"), r"2\.weight is trained, and the optimizer doesn't have it"),
         (lambda: bfp.set_recipe(model, optimizer, {"4": high, "": "mxfp8"}), "'4', with recipe nvfp4, has its weight in nvfp4"),
         (lambda: bfp.set_recipe(model, optimizer, {"4": stochastic, "": "mxfp8"}), "only gradients are rounded so"),

@@ -96,8 +96,10 @@ def test_a_tenth_is_said():
     (warning,) = caught
     text = str(warning.message)
     assert "left 90% of the parameters in matrices" in text
-    assert "2.up [4, 64, 32]: a Experts has it as a parameter of its own, in no layer; bfp.GroupedLinear holds experts" in text
-    assert "1.weight [8, 8, 3, 3]: a Conv2d is no linear layer" in text
+    assert (
+        "2.up [4, 64, 32]: a Experts has it as its own parameter, outside of any layer; bfp.GroupedLinear holds experts" in text
+    )
+    assert "1.weight [8, 8, 3, 3]: a Conv2d is not a linear layer" in text
     assert warning.filename == __file__
     assert [left.path for left in bfp.summary(loud).left] == ["1.weight", "2.up"]
 

@@ -200,7 +200,7 @@ def test_what_copy_refuses():
     before = q.codes.clone()
     with pytest.raises(NotImplementedError, match=r"load_high_precision_\(parameter, values\)"):
         q.copy_(tensor())
-    with pytest.raises(ValueError, match="format is mxfp8_e4m3, that of the source is mxfp8_e5m2"):
+    with pytest.raises(ValueError, match="format is mxfp8_e4m3, the source's is mxfp8_e5m2"):
         q.copy_(bfp.quantize(tensor(), "mxfp8_e5m2"))
     with pytest.raises(ValueError, match="shape"):
         q.copy_(bfp.quantize(tensor((3, 96)), "mxfp8_e4m3"))

@@ -296,7 +296,7 @@ def _whole_number(name: str, value: Any, least: int) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be a whole number, got {value!r}") from None
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
     if number < least:
         raise ValueError(f"{name} must be {least} or more, got {number}")
     return number

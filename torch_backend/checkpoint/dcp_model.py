@@ -44,7 +44,7 @@ def open_checkpoint(folder: Path, step: int | None = None) -> Model:
             try:
                 dtype = _numpy_dtype(what.properties.dtype)
             except TypeError as error:
-                raise BadFile(folder / INDEX, f"{what.properties.dtype} is none of NumPy's: {error}", name) from error
+                raise BadFile(folder / INDEX, f"{what.properties.dtype} is not a NumPy dtype: {error}", name) from error
             tensors.append(Tensor(name, dtype, tuple(what.size), partial(_read, files, index, name, what)))
     return Model(folder, tuple(tensors), tied)
 

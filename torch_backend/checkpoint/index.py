@@ -61,7 +61,7 @@ def read_index(files: Files) -> Metadata:
     except BadCheckpoint as error:
         raise BadCheckpoint(f"{path} is not an index of torch's DCP: {error}") from error
     except OSError as error:
-        raise BadCheckpoint(f"{checkpoint} is no checkpoint of torch's DCP: {path}: {error.strerror}") from error
+        raise BadCheckpoint(f"{checkpoint} is not a DCP checkpoint: {path}: {error.strerror}") from error
     except Exception as error:
         raise BadCheckpoint(f"{path} is not an index of torch's DCP: {error!r}") from error
     index = _made_of(path, raw)
@@ -89,7 +89,7 @@ def read_tensor(stream: Any, dtype: torch.dtype, shape: Sequence[int]) -> Tensor
     """Reads a chunk that `torch.save` wrote; raises BadCheckpoint unless it is dense and has the index's dtype and shape."""
     tensor = torch.load(stream, map_location="cpu", weights_only=True)
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
-        raise BadCheckpoint(f"it is no dense tensor but {type(tensor).__name__}")
+        raise BadCheckpoint(f"it is not a dense tensor but {type(tensor).__name__}")
     if (tensor.dtype, tuple(tensor.shape)) != (dtype, tuple(shape)):
         kinds = (f"{tensor.dtype} of shape {tuple(tensor.shape)}", f"{dtype} of shape {tuple(shape)}")
         raise BadCheckpoint(f"it is {kinds[0]}, and {kinds[1]} in the index")
@@ -135,19 +135,19 @@ def _check_pieces(index: Metadata, name: str, what: Any, lengths: dict[str, int]
         raise ValueError(f"of shape {shape} has {math.prod(shape)} elements, its pieces have {elements}")
     boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in what.chunks if math.prod(chunk.sizes)]
     if len(boxes) > 1 and _overlap(np.array(boxes, np.int64)):
-        raise ValueError("has pieces that lie on one another")
+        raise ValueError("has overlapping pieces")
 
 
 def _check_place(index: Metadata, key: MetadataIndex, lengths: dict[str, int], nbytes: int) -> None:
     where = index.storage_data.get(key)
-    at = "" if key.offset is None else f"a piece at {tuple(key.offset)} of which "
+    part = "a value" if key.offset is None else f"a piece at {tuple(key.offset)}"
     if where is None:
-        raise ValueError(f"has {at or 'a value of which '}the index doesn't say where it lies")
+        raise ValueError(f"has {part} that the index doesn't locate")
     if where.length < nbytes or where.offset + where.length > lengths[where.relative_path]:
         place = f"{where.length} bytes from {where.offset} of {where.relative_path}"
-        raise ValueError(f"has {at or 'a value of which '}{nbytes} bytes should lie in {place}, which hasn't so many")
+        raise ValueError(f"has {part} whose {nbytes} bytes don't fit into {place}")
     if where.transform_descriptors:
-        raise ValueError(f"is stored through {where.transform_descriptors}, which is not read here")
+        raise ValueError(f"is stored through {where.transform_descriptors}, which is not supported")
 
 
 def _overlap(boxes: np.ndarray) -> bool:
@@ -195,7 +195,7 @@ def _check_opcodes(content: bytes) -> None:
             at += 4
         else:
             raise ValueError(f"it has the opcode {code:#x}, or what follows it, for which an index has no use")
-    raise ValueError("it is cut short")
+    raise ValueError("it is truncated")
 
 
 class _Raw:
@@ -270,12 +270,12 @@ def _made_of(path: Path, raw: Any) -> Metadata:
     index = Metadata({}, None, {}, StorageMeta(), version if isinstance(version := state.get("version"), str) else None)
     for name, what in tensors.items():
         if not isinstance(name, str):
-            raise BadCheckpoint(f"{path} has a tensor of the name {name!r}, which is no string")
+            raise BadCheckpoint(f"{path} has a tensor named {name!r}, which is not a string")
         index.state_dict_metadata[name] = _failing(path, repr(name), _what, what)
     for key, where in places.items():
         place = _failing(path, "a place", _place, key, where)
         if place[0] in index.storage_data:
-            raise BadCheckpoint(f"{path} says twice where {place[0].fqn} lies")
+            raise BadCheckpoint(f"{path} locates {place[0].fqn} twice")
         index.storage_data[place[0]] = place[1]
     return index
 
@@ -284,7 +284,7 @@ def _failing(path: Path, what: str, make: Callable[..., Any], *args: Any) -> Any
     try:
         return make(*args)
     except Exception as error:  # a damaged index may contain anything
-        raise BadCheckpoint(f"{path} says of {what} what an index doesn't: {error!r}") from error
+        raise BadCheckpoint(f"{path} is malformed at {what}: {error!r}") from error
 
 
 def _state(raw: Any, name: str) -> dict[str, Any]:
@@ -298,7 +298,7 @@ def _what(raw: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     state = _state(raw, "TensorStorageMetadata")
     dtype, layout = state["properties"].state[:2]
     if not isinstance(dtype, torch.dtype) or layout.args != ("torch.strided",):
-        raise ValueError(f"{dtype} and {layout.args} are no dtype and layout of a dense tensor")
+        raise ValueError(f"{dtype} and {layout.args} are not the dtype and layout of a dense tensor")
     chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in state["chunks"]]
     made = [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks]
     return TensorStorageMetadata(TensorProperties(dtype), _size(state["size"]), made)
@@ -308,9 +308,9 @@ def _place(raw_key: Any, raw: Any) -> tuple[MetadataIndex, Any]:
     key, state = _state(raw_key, "MetadataIndex"), _state(raw, "_StorageInfo")
     offset, name = key.get("offset"), state["relative_path"]
     if not isinstance(key["fqn"], str) or not untrusted.is_plain_name(name):
-        raise ValueError(f"{key['fqn']!r} can't lie in {name!r}, which is no file in its folder")
+        raise ValueError(f"{key['fqn']!r} can't be in {name!r}, which is not a file in its folder")
     if not untrusted.is_size(state["offset"]) or not untrusted.is_size(state["length"]):
-        raise ValueError(f"{key['fqn']!r} can't lie at {state['offset']!r}, and be {state['length']!r} bytes long")
+        raise ValueError(f"{key['fqn']!r} can't be at {state['offset']!r} with {state['length']!r} bytes")
     through = state.get("transform_descriptors")
     where = stored_at(name, state["offset"], state["length"], None if not through else [str(one) for one in through])
     return MetadataIndex(key["fqn"], None if offset is None else _size(offset)), where
@@ -318,7 +318,7 @@ def _place(raw_key: Any, raw: Any) -> tuple[MetadataIndex, Any]:
 
 def _size(value: Any) -> torch.Size:
     if not isinstance(value, tuple):
-        raise ValueError(f"{value!r} is no shape")
+        raise ValueError(f"{value!r} is not a shape")
     return _checked_size(value)
 
 
@@ -326,7 +326,7 @@ def _size(value: Any) -> torch.Size:
 def _checked_size(value: tuple[Any, ...]) -> torch.Size:
     """Returns the validated size; cached, since an index repeats few sizes many times."""
     if len(value) > _MOST_AXES or not all(map(untrusted.is_size, value)):
-        raise ValueError(f"{value!r} is no shape")
+        raise ValueError(f"{value!r} is not a shape")
     if math.prod(size or 1 for size in value) >= 2**60:
         raise ValueError(f"shape {tuple(value)} is larger than any memory")
     return torch.Size(value)

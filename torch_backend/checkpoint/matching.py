@@ -80,8 +80,8 @@ def match_optimizer(
     for i, (own, other) in enumerate(zip_longest(ours, theirs, fillvalue=())):
         if there and set(own) != set(other):
             raise BadCheckpoint(
-                f"{checkpoint} has the optimizer's parameters in other groups: group {i} has there, but not here, "
-                f"{_some(sorted(set(other) - set(own)))}; here, but not there, {_some(sorted(set(own) - set(other)))}"
+                f"{checkpoint} has the optimizer's parameters in other groups: group {i} only in the checkpoint: "
+                f"{_some(sorted(set(other) - set(own)))}; only here: {_some(sorted(set(own) - set(other)))}"
             )
     params, of, settings = model_names.parameters(model), {}, []
     for name in there:

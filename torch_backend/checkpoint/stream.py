@@ -207,8 +207,8 @@ def _found(model: nn.Module, apart: Apart | None) -> _Found:
             if id(tensor) in lie_turned:
                 if apart is None:
                     raise ValueError(
-                        f"{name} {list(weight.shape)} lies as [experts, in, out], and servers read [experts, out, in]: "
-                        "blockfp.integrations.transformers.stream_in_layout sends it so"
+                        f"{name} {list(weight.shape)} is [experts, in, out], but servers read [experts, out, in]: use "
+                        "blockfp.integrations.transformers.stream_in_layout"
                     )
                 weight = turned(weight)
             made = {name: weight} if apart is None else split_weight(weight, apart)

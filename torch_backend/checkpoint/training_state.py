@@ -60,8 +60,8 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, whole
     for i, param in enumerate(_params(optimizer)):
         if id(param) not in known:
             raise ValueError(
-                f"optimizer's parameter {i}, of shape {tuple(param.shape)}, is none of the model's: make the optimizer of "
-                "model.parameters() after the model has been converted and sharded"
+                f"optimizer's parameter {i}, of shape {tuple(param.shape)}, isn't one of the model's: create the "
+                "optimizer from model.parameters() after the model has been converted and sharded"
             )
     ours = isinstance(optimizer, AdamW | Adam)
     if ours:

@@ -110,15 +110,13 @@ def convert(
     if tied and filter_fn is not None:
         path, elsewhere = next(iter(tied.items()))
         raise ValueError(
-            f"{elsewhere} is the weight of a linear layer too, {path!r}: quantizing that would untie them; leave the layer as "
-            "it is with filter_fn=, or untie them yourself first"
+            f"{elsewhere} is also the weight of linear layer {path!r}: quantizing it would untie them; exclude the "
+            "layer by filter_fn=, or untie them first"
         )
     chosen = {layer: one for layer, one in chosen.items() if one.path not in tied}
     if not chosen:
         left = f": {', '.join(tied)} shares its weight with {', '.join(tied.values())}" if tied else ""
-        raise ValueError(
-            f"model holds no torch.nn.Linear to convert, or filter_fn and recipe leave all of them as they are{left}"
-        )
+        raise ValueError(f"model holds no torch.nn.Linear to convert, or filter_fn and recipe exclude all of them{left}")
     for layer, one in chosen.items():
         check_layer(one.path, layer, one.kind)
     made = _made(chosen, weights, compute, keep_init)
@@ -258,8 +256,8 @@ def _warn(done: Summary, tied: dict[str, str]) -> None:
     if tied:
         each = ", ".join(f"{path!r} (with {elsewhere})" for path, elsewhere in tied.items())
         warnings.warn(
-            f"blockfp.torch.convert left layers in high precision whose weight another module shares: {each}. Nothing is to be "
-            f"done where that is meant; filter_fn=lambda path, layer: path not in {sorted(tied)} says so.",
+            f"blockfp.torch.convert left layers in high precision because another module shares their weight: {each}. "
+            f"If that is intended, pass filter_fn=lambda path, layer: path not in {sorted(tied)}.",
             UserWarning,
             stacklevel=4,
         )
@@ -268,11 +266,11 @@ def _warn(done: Summary, tied: dict[str, str]) -> None:
         each = "; ".join(f"{left.path} {list(left.shape)}: {left.reason}" for left in most[:3])
         more = f" and {len(most) - 3} more" if len(most) > 3 else ""
         warnings.warn(
-            f"blockfp.torch.convert left {done.unasked / done.in_matrices:.0%} of the parameters in matrices as they are, "
-            f"which nobody asked for: {each}{more}. blockfp.torch.summary(model) shows all of it. Only layers are converted "
-            "(those that filter_fn= is asked about): torch.nn.Linear, its subclasses with its own forward, transformers' "
-            "Conv1D, and experts of transformers and torchtitan. Other experts can be held by bfp.GroupedLinear, or by a layer "
-            "for each.",
+            f"blockfp.torch.convert left {done.unasked / done.in_matrices:.0%} of the parameters in matrices "
+            f"unconverted without being asked to: {each}{more}. blockfp.torch.summary(model) lists all of them. Only "
+            "layers that filter_fn= sees are converted: torch.nn.Linear, its subclasses with its own forward, "
+            "transformers' Conv1D, and experts of transformers and torchtitan. For other experts use "
+            "bfp.GroupedLinear, or one layer per expert.",
             UserWarning,
             stacklevel=4,
         )

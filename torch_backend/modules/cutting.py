@@ -88,8 +88,9 @@ class Cutter:
                 self._check_parameter(parameter, dim)
                 if dims.setdefault(parameter, dim) != dim:
                     raise ValueError(
-                        f"style: the {name} {tuple(parameter.shape)} of a {type(module).__name__}, {style!r}, is that of a "
-                        f"layer of another style too, which would cut it along axis {dims[parameter]}: give both the same"
+                        f"style: the {name} {tuple(parameter.shape)} of a {type(module).__name__}, {style!r}, also "
+                        f"belongs to a layer of another style, which would shard it along axis {dims[parameter]}: give "
+                        "both the same style"
                     )
         shared = {parameter: self._shared(parameter, dim) for parameter, dim in dims.items()}
         for module, style in styles.items():
@@ -154,7 +155,7 @@ class Cutter:
         mesh, placements = mesh_of(parameter), getattr(parameter, "placements", None)
         if mesh is not None and not (mesh == self.mesh and placements == (_placement(dim),)):
             raise ValueError(
-                f"a weight is cut or sharded already, as {placements} on {mesh}, and should be ({_placement(dim)},) on "
+                f"a weight is already sharded as {placements} on {mesh}, but should be ({_placement(dim)},) on "
                 f"{self.mesh}: call parallelize once, and before fully_shard"
             )
         if mesh is None:
@@ -195,22 +196,24 @@ def _check(module: nn.Module, style: Style | None) -> None:
         if style != "experts":
             raise ValueError(f"style of a {kind} must be 'experts', got {style!r}")
         if module.parallel is not None:
-            raise ValueError(f"a {kind} is cut already: call parallelize once")
+            raise ValueError(f"a {kind} is already sharded: call parallelize once")
         check_recipe(module.linear_recipe)
         return
     if not isinstance(module, QuantizedLayer):
         if isinstance(module, tuple(SHARED_NORMS.values())):
-            raise ValueError(f"a {kind} is cut already: call parallelize once")
+            raise ValueError(f"a {kind} is already sharded: call parallelize once")
         if type(module) not in SHARED_NORMS:
             raise ValueError(f"a norm must be one of {[norm.__name__ for norm in SHARED_NORMS]} to be shared, got a {kind}")
         return
     if module.transposed:
-        raise ValueError(f"a {kind}, whose weight lies [in, out], can't be cut: use torch.nn.Linear for it, and convert that")
+        raise ValueError(
+            f"a {kind}, whose weight is [in, out], can't be sharded: use torch.nn.Linear instead, and convert that"
+        )
     styles = ("column", "row", "experts") if module.weight.ndim > 2 else ("column", "row")
     if style not in styles:
         raise ValueError(f"style of a {kind} must be one of {styles}, got {style!r}")
     if module.parallel is not None:
-        raise ValueError(f"a {kind} is cut already: call parallelize once")
+        raise ValueError(f"a {kind} is already sharded: call parallelize once")
 
 
 def _dims(module: nn.Module, style: Style | None) -> dict[str, int | None]:

@@ -223,6 +223,6 @@ class Experts(InParts):
 
 def _transpose_error(recipe: Recipe, format: Format, name: str) -> str:
     return (
-        f"recipe {recipe} stores weights in {format}, whose blocks have no exact transpose, and {name} [experts, in, out] "
-        "needs one: use square blocks or one scale per tensor, or leave the experts as they are with filter_fn="
+        f"recipe {recipe} stores weights in {format}, whose blocks have no exact transpose, but {name} [experts, in, "
+        "out] needs one: use square blocks or one scale per tensor, or exclude the experts by filter_fn="
     )

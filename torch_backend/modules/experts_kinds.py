@@ -55,8 +55,8 @@ class TransformersExperts(Experts):
         """
         if getattr(self, "_is_expert_parallel", False):
             raise ValueError(
-                "transformers has cut these experts over ranks by a plan of its own (tp_plan or enable_expert_parallel), which "
-                "quantized experts don't follow: load the model without it"
+                "transformers has sharded these experts by its own plan (tp_plan or enable_expert_parallel), which "
+                "quantized experts don't support: load the model without it"
             )
         if self.parallel is not None:
             return self._by_ranks(hidden_states, top_k_index, top_k_weights)

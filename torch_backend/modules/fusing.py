@@ -79,7 +79,7 @@ def _name_of_key(key: type[nn.Module] | str) -> str:
         return name_of(key)
     if isinstance(key, str):
         return key
-    raise TypeError(f"a key of fuse must be a class of modules, or its name with that of its module, got {key!r}")
+    raise TypeError(f"a key of fuse must be a module class or its qualified name, got {key!r}")
 
 
 def _checked(row: Row) -> Row:

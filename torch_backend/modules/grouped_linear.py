@@ -80,9 +80,9 @@ class GroupedLinear(QuantizedLayer):
             return self.multiply(x, offs=_ends(counts, experts, x))
         counts = counts.tolist() if isinstance(counts, Tensor) else list(counts)
         if not all(isinstance(count, (int, np.integer)) and count >= 0 for count in counts):
-            raise ValueError(f"counts must be whole numbers, 0 or more, got {counts}")
+            raise ValueError(f"counts must be integers, 0 or more, got {counts}")
         if len(counts) != experts:
-            raise ValueError(f"counts must say how many rows each of {experts} experts has, got {len(counts)} numbers")
+            raise ValueError(f"counts must have one number of rows for each of {experts} experts, got {len(counts)} numbers")
         if sum(counts) != x.shape[0]:
             raise ValueError(f"x must be [tokens, in] with as many rows as counts add up to, got {tuple(x.shape)} and {counts}")
         return self.multiply(x, counts)
@@ -91,7 +91,7 @@ class GroupedLinear(QuantizedLayer):
         if received.recipe != self.linear_recipe:
             raise ValueError(f"the rows were dispatched by recipe {received.recipe}, and this layer has {self.linear_recipe}")
         if self.parallel is not None and self.parallel.style != "experts":
-            raise ValueError(f"rows that were dispatched are for whole experts, and these are cut as {self.parallel.style!r}")
+            raise ValueError(f"dispatched rows need whole experts, but these are sharded as {self.parallel.style!r}")
         bias = None if self.bias is None else to_local(self.bias)
         return received.multiply(x, to_local(self.weight), bias, state=self.state(), parallel=self.parallel)
 
@@ -103,9 +103,9 @@ class GroupedLinear(QuantizedLayer):
 def _ends(counts: Tensor, experts: int, x: Tensor) -> Tensor:
     """Returns the cumulative ends of experts' rows, on the counts' device."""
     if counts.is_floating_point() or counts.is_complex() or counts.dtype is torch.bool:
-        raise TypeError(f"counts must be whole numbers, got {counts.dtype}")
+        raise TypeError(f"counts must be integers, got {counts.dtype}")
     if tuple(counts.shape) != (experts,):
-        raise ValueError(f"counts must say how many rows each of {experts} experts has, got shape {tuple(counts.shape)}")
+        raise ValueError(f"counts must have one number of rows for each of {experts} experts, got shape {tuple(counts.shape)}")
     if counts.device != x.device:
         raise ValueError(f"counts is on {counts.device} and x on {x.device}: pass counts.to(x.device), or a list")
     return counts.cumsum(0, dtype=torch.int32)

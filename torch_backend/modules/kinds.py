@@ -106,12 +106,12 @@ def why_not(module: nn.Module, param: Tensor) -> str:
     if isinstance(module, NonDynamicallyQuantizableLinear | nn.MultiheadAttention):
         return "torch.nn.MultiheadAttention multiplies with its weights itself; bfp.MultiheadAttention has quantized ones"
     if isinstance(module, nn.Linear):
-        return f"a {name} has a forward of its own, not torch.nn.Linear's"
+        return f"a {name} has its own forward, not torch.nn.Linear's"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return EMBEDDING
     if type(module).__module__.startswith("torch."):
-        return f"a {name} is no linear layer"
-    held = f"a {name} has it as a parameter of its own, in no layer"
+        return f"a {name} is not a linear layer"
+    held = f"a {name} has it as its own parameter, outside of any layer"
     return f"{held}; bfp.GroupedLinear holds experts" if param.ndim == 3 and param.shape[0] > 1 else held
 
 
@@ -122,7 +122,7 @@ ROUTER = "it chooses experts, and routers stay in high precision"
 def check_layer(path: str, layer: nn.Module, kind: Kind) -> None:
     """Raises ValueError, naming the layer, if it can't become its kind without losing something."""
     where = f"{path!r}, a {type(layer).__name__}," if path else f"the {type(layer).__name__}"
-    leave = "or leave the layer as it is with filter_fn="
+    leave = "or exclude the layer by filter_fn="
     if parametrize.is_parametrized(layer):
         made: Any = layer.parametrizations
         each = ", ".join(f"{name}: {type(one).__name__}" for name in made for one in made[name])
@@ -142,8 +142,8 @@ def check_layer(path: str, layer: nn.Module, kind: Kind) -> None:
     bound = [name for name, value in vars(layer).items() if getattr(value, "__self__", None) is layer or name == "forward"]
     if bound:
         raise ValueError(
-            f"{where} has methods put into it ({', '.join(bound)}), which would go on calling the layer as it was: convert the "
-            f"model before they are (accelerate's hooks, torchtitan's parallelize), {leave}"
+            f"{where} has methods put into it ({', '.join(bound)}), which would keep calling the layer as it was: "
+            f"convert the model before they are added (accelerate's hooks, torchtitan's parallelize), {leave}"
         )
     taken = sorted(
         _names(kind) & {*vars(layer), *layer._buffers, *layer._parameters, *layer._modules, *_own(type(layer), kind)}

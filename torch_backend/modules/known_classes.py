@@ -133,7 +133,7 @@ def rows_of(cls: type[nn.Module]) -> tuple[Row, ...]:
 def check_own_forward(module: nn.Module) -> None:
     """Raises DoesNotFit if a module has its own forward or parametrizations."""
     if "forward" in vars(module):
-        raise DoesNotFit("it has a forward of its own, put into the module")
+        raise DoesNotFit("its forward was replaced in the module")
     if parametrize.is_parametrized(module):
         raise DoesNotFit("it has parametrizations")
 

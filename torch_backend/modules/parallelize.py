@@ -98,8 +98,8 @@ def parallelize(
     cutter = Cutter(tp_mesh, sequence=sequence_parallel, sequence_dim=sequence_dim, reduce_format=reduce_format, splits=splits)
     if splits is not None and isinstance(style, Mapping):
         raise ValueError(
-            f"splits={splits} is for a TransformerLayer, MultiheadAttention, LayerNormMLP, LayerNormLinear, for models of "
-            "these and for one Linear: what stands between the layers named in style isn't known to compute in pieces"
+            f"splits={splits} is for a TransformerLayer, MultiheadAttention, LayerNormMLP, LayerNormLinear, for models "
+            "of these and for one Linear: operations between the layers named in style may not compute in pieces"
         )
     if isinstance(module, QuantizedLayer | Experts):
         if isinstance(style, Mapping):
@@ -114,7 +114,7 @@ def parallelize(
     if styles is None:
         styles = _styles_inside(module, style or {}, cutter)
     elif style:
-        raise ValueError(f"a {type(module).__name__} has styles of its own, got {style}")
+        raise ValueError(f"a {type(module).__name__} has its own styles, got {style}")
     _check_what_stays(module, styles, cutter)
     cutter.cut(styles)
     return module
@@ -172,7 +172,7 @@ def _styles_inside(module: nn.Module, styles: Mapping[str, Style], cutter: Cutte
             if fitting:
                 found[inner] = styles[fitting[0]]
         elif fitting:
-            raise ValueError(f"style[{fitting[0]!r}] names {path!r}, a {type(inner).__name__}, which is no Linear")
+            raise ValueError(f"style[{fitting[0]!r}] names {path!r}, a {type(inner).__name__}, which is not a Linear")
         elif inner is not module and (own := _own_styles_and_norms(inner, cutter)) is not None:
             found |= own
             taken.append(path)
@@ -180,7 +180,7 @@ def _styles_inside(module: nn.Module, styles: Mapping[str, Style], cutter: Cutte
         raise ValueError(f"style: no layer is named {' or '.join(sorted(map(repr, unused)))}")
     if not found:
         raise ValueError(
-            f"module: nothing to cut in a {type(module).__name__}; name its layers in style, such as {{'*.up': 'column'}}"
+            f"module: a {type(module).__name__} has nothing to shard; name its layers in style, such as {{'*.up': 'column'}}"
         )
     return found
 
@@ -196,11 +196,12 @@ def _check_what_stays(model: nn.Module, styles: Styles, cutter: Cutter) -> None:
         for name, parameter in whole.items():
             if parameter in cut:
                 raise ValueError(
-                    f"{path}.{name} is a parameter of a layer that is cut, too, and cutting one alone would untie them: cut "
-                    f"the {type(module).__name__} first, with torch's parallelize_module on the same mesh, and tie them again"
+                    f"{path}.{name} is also a parameter of a sharded layer, and sharding only one would untie them: "
+                    f"shard the {type(module).__name__} first, by torch's parallelize_module on the same mesh, and tie "
+                    "them again"
                 )
         if cutter.sequence and isinstance(module, tuple(SHARED_NORMS)) and any(p.requires_grad for p in whole.values()):
             raise ValueError(
-                f"sequence_parallel=True: {path}, a {type(module).__name__}, isn't known, and its gradients would be those of "
-                "each rank's own tokens: cut it first, with torch's parallelize_module and SequenceParallel()"
+                f"sequence_parallel=True: {path}, a {type(module).__name__}, isn't known, and its gradients would only "
+                "cover each rank's own tokens: shard it first, by torch's parallelize_module and SequenceParallel()"
             )

@@ -122,9 +122,7 @@ class QuantizedLayer(InParts, StatefulLayer):
         """
         plain = type(x) is Tensor
         if not plain and not isinstance(x, Tensor):
-            leaf = "; let is_leaf_module of torch.fx's Tracer leave blockfp's layers as they are" * isinstance(
-                x, torch.fx.Proxy
-            )
+            leaf = "; make blockfp's layers leaves by is_leaf_module of torch.fx's Tracer" * isinstance(x, torch.fx.Proxy)
             raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}{leaf}")
         # Attribute access costs a Python call per parameter. Parametrizations replace the entries.
         own: Any = self._parameters
@@ -135,7 +133,7 @@ class QuantizedLayer(InParts, StatefulLayer):
                 x, weight, bias, self.linear_recipe, self.parallel, state=self.state(), counts=counts, offs=offs
             )
         if not plain and sharding.mesh_of(x) is not None:
-            raise ValueError("x is a DTensor, and the layer isn't cut: parallelize it over x's mesh, or pass x.to_local()")
+            raise ValueError("x is a DTensor, but the layer isn't sharded: parallelize it over x's mesh, or pass x.to_local()")
         recipe, state = self.linear_recipe, self.state() if self.stateful or self.observed is not None else None
         shared = running.casts
         casts = shared.of(self, x) if plain and shared is not None else None

@@ -164,7 +164,7 @@ class Reproducible:
         found = {name for name, parameter in parameters.items() if parameter.grad is not None}
         if names is not None and found != names:
             raise RuntimeError(
-                f"unit {unit} must give gradients of the same parameters as unit {self.own[0]}, and differs in "
+                f"unit {unit} must give gradients of the same parameters as unit {self.own[0]}, but differs in "
                 f"{', '.join(sorted(found ^ names))}"
             )
         for name in found:
@@ -237,16 +237,16 @@ def _check_modules(model: nn.Module) -> None:
         if isinstance(module, DistributedDataParallel):
             what = "DistributedDataParallel sums over its ranks itself: use fully_shard"
         elif isinstance(module, _BATCH_NORMS):
-            what = "its statistics are those of a rank's own batches: use a norm of single tokens"
+            what = "its statistics cover a rank's own batches: use a norm of single tokens"
         elif isinstance(module, StatefulLayer) and module.linear_recipe.delayed is not None:
-            what = f"the scales of {module.recipe} are those of all batches that a rank has seen: use current or block scaling"
+            what = f"the scales of {module.recipe} depend on all batches of a rank: use current or block scaling"
         elif isinstance(module, SharedNorm) and module.sequence:
             what = "with sequence parallelism its gradients are sums over each rank's tokens"
         elif isinstance(module, StatefulLayer | Experts) and (parallel := module.parallel) is not None:
             if parallel.style == "experts" and parallel.ranks > 1:
-                what = "experts that lie on several ranks get their tokens in another order on another mesh"
+                what = "experts on several ranks get their tokens in an order that depends on the mesh"
             elif parallel.style != "experts" and parallel.splits is None:
-                what = "it is cut without pieces: parallelize(.., splits=) says how many, on every mesh alike"
+                what = "it is sharded without pieces: pass parallelize(.., splits=), equal on every mesh"
         if what is not None:
             raise ValueError(f"{path or 'model'}, a {type(module).__name__}, is not reproducible on other meshes: {what}")
 
@@ -271,11 +271,12 @@ def _check_parameters(model: nn.Module, mesh: DeviceMesh | None) -> None:
                 sharded = True
             elif len(ranks) > 1 and cut.get(parameter) != group.group_name:
                 raise ValueError(
-                    f"{path} lies {placement} over ranks {ranks}, which are not the mesh of Reproducible: give it the axis "
-                    "that fully_shard got; HSDP, and what other libraries cut, are not reproducible on other meshes"
+                    f"{path} is placed as {placement} over ranks {ranks}, which are not the mesh of Reproducible: pass "
+                    "the axis that fully_shard got; HSDP and other libraries' sharding are not reproducible on other "
+                    "meshes"
                 )
         if own is not None and len(own) > 1 and parameter.requires_grad and not sharded:
-            raise ValueError(f"{path} is not sharded over {mesh}: fully_shard the whole model on it")
+            raise ValueError(f"{path} is not sharded over {mesh}: apply fully_shard to the whole model on it")
 
 
 def _check_loss(loss: object) -> None:

@@ -72,7 +72,7 @@ class Sensitivity:
         found = [one for one in self.layers if one.recipe == name]
         if not found:
             measured = ", ".join(dict.fromkeys(one.recipe for one in self.layers))
-            raise ValueError(f"recipe {name} was not measured; there are {measured}")
+            raise ValueError(f"recipe {name} was not measured, only {measured}")
         return sorted(found, key=lambda one: -one.rank)
 
     def plan(

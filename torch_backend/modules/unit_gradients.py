@@ -95,8 +95,8 @@ class UnitReduction:
             raise ValueError(f"{self.path}: gradients must be reduced in float32 or bfloat16, got {gradients.dtype}")
         if self.count != self.progress.unit:
             raise RuntimeError(
-                f"{self.path} must take part once in each unit, and this is its gradient number {self.count + 1} in unit "
-                f"{self.progress.unit + 1} of this rank's: fully_shard modules that every unit calls, and once"
+                f"{self.path} must take part once per unit, but this is its gradient number {self.count + 1} in unit "
+                f"{self.progress.unit + 1} of this rank: apply fully_shard to modules that every unit calls exactly once"
             )
         self.tree.add(gradients)
         self.count += 1
@@ -105,6 +105,6 @@ class UnitReduction:
         """Raises RuntimeError unless every unit gave gradients, or none did and there are none."""
         if self.count != (self.progress.own if has_gradients else 0):
             raise RuntimeError(
-                f"{self.path} took part in {self.count} of this rank's {self.progress.own} units, and must in each: let every "
-                "unit call it, and leave set_custom_reduce_scatter and set_all_reduce_hook to Reproducible"
+                f"{self.path} took part in {self.count} of this rank's {self.progress.own} units, but must in each: "
+                "call it in every unit, and leave set_custom_reduce_scatter and set_all_reduce_hook to Reproducible"
             )

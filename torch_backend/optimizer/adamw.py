@@ -81,8 +81,8 @@ class _Adam(Optimizer):
     def _refuse(self, settings: dict[str, Any]) -> None:
         if unfit := optimizer_state.unsupported_setting(settings, decoupled=self._decoupled):
             raise ValueError(
-                f"{unfit}: {type(self).__name__} doesn't have it; to maximize, negate the loss; Adam's weight decay is a "
-                "term of the gradient, AdamW's is none"
+                f"{unfit}: not supported by {type(self).__name__}; to maximize, negate the loss; Adam's weight decay is "
+                "a term of the gradient, AdamW's is not"
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -123,8 +123,8 @@ class _Adam(Optimizer):
         if in_turn and last is not None and tuple(last.param_groups[0].get("key", last.defaults["key"])) == key:
             _told.add(key)
             warnings.warn(
-                f"two optimizers that round stochastically have key={key}, and number their parameters from 0 each: they round "
-                "by the same random bits. Give each a key of its own, the same on every rank, such as key=1",
+                f"two optimizers that round stochastically have key={key} and both number their parameters from 0, so "
+                "they round by the same random bits. Give each its own key, equal on every rank, such as key=1",
                 UserWarning,
                 stacklevel=4,
             )

@@ -50,8 +50,8 @@ def moments_of(one: LocalParameter, wanted: str) -> str:
     assert MOMENT_FORMAT.block is not None
     if one.cuts_blocks(MOMENT_FORMAT.block):
         raise ValueError(
-            f"moments='fp8' has blocks of 128 columns, and a parameter of shape {tuple(one.param.shape)} is cut between them: "
-            f"{one.lies}; use moments='bfloat16' in this parameter's group"
+            f"moments='fp8' has blocks of 128 columns, but shards of a parameter of shape {tuple(one.param.shape)} "
+            f"divide them: {one.lies}; use moments='bfloat16' in this parameter's group"
         )
     return wanted
 
@@ -241,7 +241,7 @@ def make(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     groups, states = [], {}
     for own, group in zip(ours, theirs, strict=True):
         if unfit := unsupported_setting(group, decoupled=optimizer._decoupled):
-            raise ValueError(f"what is loaded has {unfit}, which {type(optimizer).__name__} doesn't have")
+            raise ValueError(f"the loaded state has {unfit}, which {type(optimizer).__name__} doesn't have")
         kept = {name: own[name] for name in _OWN}
         groups.append({**optimizer.defaults, **group, **kept})
         for param, i in zip(own["params"], group["params"], strict=True):

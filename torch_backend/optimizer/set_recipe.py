@@ -139,8 +139,8 @@ def _check_layer(path: str, layer: Layer, recipe: Recipe) -> None:
         raise ValueError(f"{path!r}: {error}") from error
     if layer.parallel is not None:
         raise ValueError(
-            f"{where} is cut by tensor or expert parallelism, by the blocks of its recipe: save a checkpoint, and load it "
-            "into a model that was converted by the new recipe, with requantize=True"
+            f"{where} is sharded by tensor or expert parallelism, along its recipe's blocks: save a checkpoint, and "
+            "load it into a model converted by the new recipe, with requantize=True"
         )
     before, after = layer.recipe.weight.format, recipe.weight.format
     if (before is None) is not (after is None):

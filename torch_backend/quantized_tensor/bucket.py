@@ -61,7 +61,7 @@ class Bucket(Tensor):
 
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Bucket:
     if any(tensor.ndim != 1 for tensor in tensors):
-        raise refused(aten.cat.default, "blocks of several tensors are not those of one", FLAT, FLATTENERS)
+        raise refused(aten.cat.default, "blocks don't cross tensors", FLAT, FLATTENERS)
     pieces = [piece for tensor in tensors for piece in (tensor.pieces if isinstance(tensor, Bucket) else (tensor,))]
     return Bucket([piece.detach().clone() for piece in pieces])
 

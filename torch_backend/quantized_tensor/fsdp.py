@@ -163,15 +163,15 @@ def weight_gather(format: Format, shape: torch.Size, geometry: Geometry, world: 
     base = geometry.base
     if base is None:
         raise ValueError(
-            f"a tensor of shape {tuple(shape)} doesn't know what it is a shard of: use fully_shard, which divides the whole "
-            "weight, instead of building a DTensor of shards"
+            f"a tensor of shape {tuple(shape)} doesn't know its position in the whole: use fully_shard, which divides "
+            "the whole weight, instead of building a DTensor from shards"
         )
     found = _weight_gather(format, base.shape, base.origin, world, rank)
     row = base.origin[0] + (found.row if len(shape) == 2 else 0)
     if shape[0] != found.rows or (found.rows and geometry.origin not in (None, (row, base.origin[1]))):
         raise ValueError(
             f"rank {rank} of {world} must hold {found.rows} rows from row {row} of a weight of shape {base.shape}, got "
-            f"{shape[0]} rows at {geometry.start}: shards must be those of fully_shard, on dim 0"
+            f"{shape[0]} rows at {geometry.start}: shards must come from fully_shard, on dim 0"
         )
     return found
 

@@ -23,9 +23,9 @@ from torch import Tensor
 Origin = tuple[int, int]
 
 COPIED = (
-    "values were copied into a shard of a quantized weight, and its codes are still the old ones: a shard alone can't be "
-    "quantized; set_model_state_dict and load_state_dict do it on all ranks together, and so does "
-    "blockfp.torch.load_high_precision_(parameter, values)"
+    "values were copied into a shard of a quantized weight, but its codes are still the old ones, because a "
+    "shard alone can't be quantized: use set_model_state_dict, load_state_dict or "
+    "blockfp.torch.load_high_precision_(parameter, values) on all ranks"
 )
 """Error for a shard whose pending `Geometry.copied` was never quantized."""
 

@@ -47,7 +47,7 @@ def _view(q: QuantizedTensor, shape: Sequence[int]) -> Tensor:
         return run(aten.alias.default, (q,), {})
     if tuple(shape) in ((-1,), (q.numel(),)):
         return flat(q)
-    raise refused(aten.view.default, f"blocks of the shape {tuple(q.shape)} are no blocks of {tuple(shape)}", FLAT, FLATTENERS)
+    raise refused(aten.view.default, f"blocks of the shape {tuple(q.shape)} aren't blocks of {tuple(shape)}", FLAT, FLATTENERS)
 
 
 @implements(aten.as_strided.default, view=True)
@@ -58,7 +58,7 @@ def _as_strided(q: QuantizedTensor, shape: Sequence[int], stride: Sequence[int],
         raise refused(
             aten.as_strided.default,
             f"strides {tuple(stride)} say nothing about codes and blocks",
-            "slice whole rows, and where a compiled function returns a slice of its argument, slice outside it",
+            "slice whole rows, and if a compiled function returns a slice of its argument, slice outside of it",
         )
     return _alias(q)
 
@@ -125,20 +125,17 @@ def _copy(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Te
     for name in ("format", "shape", "dtype"):
         ours, theirs = getattr(destination, name), getattr(source, name)
         if ours != theirs:
-            raise ValueError(f"copy_ needs equal quantized tensors: {name} is {ours}, that of the source is {theirs}")
+            raise ValueError(f"copy_ needs equal quantized tensors: {name} is {ours}, the source's is {theirs}")
     scales = destination.scales
     if destination.geometry.origin is None:
         destination.geometry.bind(source.geometry, source.origin)
         scales = scales[tuple(slice(size) for size in source.scales.shape)]
     elif scales.shape != source.scales.shape or _phase(destination) != _phase(source):
-        raise ValueError(
-            f"copy_ needs the same blocks: the origin is {destination.origin}, that of the source is {source.origin}"
-        )
+        raise ValueError(f"copy_ needs the same blocks: the origin is {destination.origin}, the source's is {source.origin}")
     elif destination.geometry.shares:
         raise refused(
             op,
-            "the destination is a part of a tensor, with the rest of which it shares a scale or the original values that an "
-            "optimizer begins with",
+            "the destination is a part of a tensor and shares a scale or an optimizer's original values with the rest",
             "copy into the whole tensor, or use blockfp.torch.load_high_precision_(parameter, values) with all of it",
         )
     else:
@@ -189,7 +186,7 @@ def _new_zeros(q: QuantizedTensor, shape: Sequence[int], *, dtype: torch.dtype |
     if len(shape) != q.ndim or tuple(shape[1:]) != tuple(q.shape[1:]):
         raise refused(
             aten.new_zeros.default,
-            f"a buffer of shape {tuple(shape)} is no run of the first axis of {tuple(q.shape)}",
+            f"a buffer of shape {tuple(shape)} isn't a run of the first axis of {tuple(q.shape)}",
             "shard on dim 0 only (a shard_placement_fn of fully_shard must return Shard(0)), or name a dtype for values",
         )
     scales = list(q.scales.shape)
@@ -337,7 +334,7 @@ def _bytes(q: QuantizedTensor, first: int, last: int) -> tuple[int, int]:
     if any((q.origin[1] + cut) % block or cut % together for cut in cuts):
         raise refused(
             aten.slice.Tensor,
-            f"columns {first} .. {last} of {q.shape[-1]} cut blocks of {block} or packed bytes apart",
+            f"columns {first} .. {last} of {q.shape[-1]} divide blocks of {block} or packed bytes",
             f"slice columns at multiples of {block}, or dequantize() first",
         )
     return layout.packed_columns(first, bits), layout.packed_columns(last, bits)
@@ -347,7 +344,7 @@ def _bytes(q: QuantizedTensor, first: int, last: int) -> tuple[int, int]:
 def _select(q: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
     axis = dim % q.ndim
     if axis >= q.ndim - 2:
-        raise refused(aten.select.int, "one row or column is no matrix", "slice one with q[i : i + 1]")
+        raise refused(aten.select.int, "one row or column isn't a matrix", "slice one with q[i : i + 1]")
     codes = aten.select.int(q.codes, axis, index)
     scales = aten.select.int(q.scales, axis, index if q.format.block else 0)
     tensor_scale = None if q.tensor_scale is None else aten.alias.default(q.tensor_scale)

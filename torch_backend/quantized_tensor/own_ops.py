@@ -86,7 +86,7 @@ def _linear_backward(
 
 def _check_format(weight: QuantizedTensor, format: Format | None) -> None:
     if weight.format is not format:
-        raise ValueError(f"the weight is in {weight.format}, but the product was told {format}")
+        raise ValueError(f"the weight is in {weight.format}, but the product expects {format}")
 
 
 @implements(export_ops.without_backward)
@@ -129,7 +129,7 @@ def experts_parts(weight: QuantizedTensor, casts: str) -> tuple[Tensor, Tensor, 
     """Returns the parts of a grouped weight; raises ValueError unless its matrices are whole."""
     _check_format(weight, linear_ops.recipe_of(casts).weight.format)
     if weight.origin != (0, 0):
-        raise ValueError(f"weights of groups must be whole matrices, and these begin at {weight.origin}")
+        raise ValueError(f"weights of groups must be whole matrices, but these begin at {weight.origin}")
     return weight.codes, weight.scales, weight.tensor_scale
 
 
@@ -141,7 +141,7 @@ def _fill(func: Any, q: QuantizedTensor, *args: Any, **options: Any) -> Quantize
     if not isinstance(q, nn.Parameter) or q.geometry.base is not None or q.geometry.gathered:
         raise refused(
             func,
-            "it is not a whole parameter, and the scales of a part may depend on what others hold",
+            "it is not a whole parameter, and a part's scales may depend on other parts",
             "use blockfp.torch.init_(parameter, function) with the parameter itself, sharded or not",
         )
     if q.is_meta:

@@ -51,7 +51,7 @@ def quantize(x: Tensor, format: Format | str, *, key: Key | None = None) -> Quan
         raise TypeError(f"x must be a dense tensor, got layout {x.layout}: use x.to_dense()")
     if sharding.mesh_of(x) is not None:
         raise ValueError(
-            "x is a DTensor, whose ranks may share scales: quantize x.full_tensor(), or x.to_local() as a tensor of its own"
+            "x is a DTensor, whose ranks may share scales: quantize x.full_tensor(), or x.to_local() as a separate tensor"
         )
     if jit_traces():
         raise jit_refusal()

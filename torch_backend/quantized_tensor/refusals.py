@@ -39,8 +39,8 @@ _PEFT = "PEFT's LoRA: give blockfp.integrations.peft.register its config"
 
 READERS_OF_LAYERS = (
     "a torch module reads the weights of its layers (torch.nn.MultiheadAttention, the fused path of "
-    "torch.nn.TransformerEncoderLayer in evaluation): leave them, or let blockfp.torch.convert convert that module, "
-    "not its layers alone",
+    "torch.nn.TransformerEncoderLayer in evaluation): exclude the layers, or let blockfp.torch.convert convert "
+    "the whole module",
     "a loss reads the weight of the head (TRL, Liger): leave the head out of convert: "
     "filter_fn=lambda path, layer: path != 'lm_head'",
 )
@@ -70,7 +70,7 @@ _READERS = (
     f"DoRA of {_PEFT}",
 )
 
-FLAT = "flatten dequantize(), or quantize what is reshaped"
+FLAT = "flatten dequantize(), or quantize the reshaped tensor"
 
 FLATTENERS = (
     "all weights as one vector: take blockfp.torch.high_precision_state_dict(model).values()",
@@ -87,9 +87,7 @@ def refusal(func: Any) -> NotImplementedError:
     if func in PRODUCTS:
         return refused(func, "it skips the recipe", CALL_THE_LAYER, READERS_OF_LAYERS)
     if func in _STACKS:
-        return refused(
-            func, "blocks of several tensors are not those of one", "join what dequantize() gives", _STACKS_OF_WEIGHTS
-        )
+        return refused(func, "blocks don't cross tensors", "join dequantize() results", _STACKS_OF_WEIGHTS)
     if is_mutable(func):
         steps = "use blockfp.torch.AdamW, or load_high_precision_(parameter, values)"
         return refused(func, "it writes values", steps, _WRITERS)
@@ -124,6 +122,6 @@ if dist.is_available():
     def _refuse_dtensor(x: Any) -> None:
         """Rejects DTensor.dequantize(), a torch method that never reaches the local tensor."""
         raise NotImplementedError(
-            "a DTensor has no dequantize(): where it is of quantized tensors, to_local().dequantize() gives the values of this "
-            "rank's part, and blockfp.torch.high_precision_state_dict(model) those of whole weights"
+            "a DTensor has no dequantize(): for a quantized one, to_local().dequantize() returns this rank's values, "
+            "and blockfp.torch.high_precision_state_dict(model) whole weights"
         )

@@ -103,7 +103,7 @@ def region_of(tensor: Tensor, lies: Sharding | None = None) -> Region:
     local = local_of(tensor)
     if tuple(local.shape) != region.shape:
         raise ValueError(
-            f"a tensor that lies {lies} has shape {region.shape} on this rank, but its local tensor has {tuple(local.shape)}"
+            f"a tensor placed as {lies} has shape {region.shape} on this rank, but its local tensor has {tuple(local.shape)}"
         )
     return region
 
@@ -134,7 +134,7 @@ def group_name(tensor_or_mesh: Tensor | DeviceMesh, axis: str) -> str:
     """
     mesh = mesh_of(tensor_or_mesh) if isinstance(tensor_or_mesh, Tensor) else tensor_or_mesh
     if mesh is None:
-        raise ValueError("a plain tensor lies on one rank and has no process group")
+        raise ValueError("a plain tensor is on one rank and has no process group")
     return mesh.get_group(core_mesh(mesh).axis(axis)).group_name
 
 
@@ -169,8 +169,8 @@ def check_mesh(x: Tensor, parameter: Tensor) -> None:
         return
     if mesh.ndim != 1 or mesh.get_group().group_name != own.get_group().group_name:
         raise ValueError(
-            f"x is a DTensor on {mesh}, and the layer is cut over {own}: redistribute x to that mesh, or pass what this rank "
-            "holds of it (x.to_local())"
+            f"x is a DTensor on {mesh}, but the layer is sharded over {own}: redistribute x to that mesh, or pass this "
+            "rank's part (x.to_local())"
         )
 
 

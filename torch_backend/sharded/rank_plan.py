@@ -136,9 +136,7 @@ def weight_quantization(format: Format, sharding: Sharding, rank: int, stochasti
 def _quantization(step: Quantize, columnwise: bool, rotate: bool, ranks: list[int]) -> Quantization:
     format, sharding, (rank, *more) = step.format, step.sharding, ranks
     if step.straddles and more:
-        raise ValueError(
-            f"{len(ranks)} sequences that lie {sharding} share blocks: their parts can't be quantized where they are"
-        )
+        raise ValueError(f"{len(ranks)} sequences placed as {sharding} share blocks: their parts can't be quantized locally")
     region = sharding.region(rank)
     # This rank holds a part of every run, so the axis of runs needs no reduction.
     axes = tuple(name for name in step.amax_axes if not more or name != sharding.mesh.names[0])
@@ -222,7 +220,7 @@ class TensorParallelShard(NamedTuple):
         shape = sharding.region(self.rank).shape
         if (shape[0] * self.runs, shape[1]) != local:
             raise ValueError(
-                f"x: rank {self.rank} of {self.ranks} must hold {shape[0] * self.runs} x {shape[1]} of a matrix that lies "
-                f"{sharding}, got {rows} x {columns}"
+                f"x: rank {self.rank} of {self.ranks} must hold {shape[0] * self.runs} x {shape[1]} of a matrix placed "
+                f"as {sharding}, got {rows} x {columns}"
             )
         return sharding

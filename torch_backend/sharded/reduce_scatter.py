@@ -209,8 +209,8 @@ def quantize_reduce_scatter(
         for param in groups[0] if groups else []:
             if shard_dim(param) != 0:
                 raise ValueError(
-                    f"model: parameter {fsdp_name(param)!r} is cut along axis {shard_dim(param)}; gradients that are cut along "
-                    "axis 0 travel as codes, so leave shard_placement_fn out"
+                    f"model: parameter {fsdp_name(param)!r} is sharded along axis {shard_dim(param)}, but gradients "
+                    "travel as codes only along axis 0: remove shard_placement_fn"
                 )
     # FSDP2 needs the methods of torch's base class, which has no public name.
     reduce_scatter: Any = QuantizedReduceScatter(model, found, words)
@@ -222,7 +222,7 @@ def quantize_reduce_scatter(
 def _reduced(frame: FrameType) -> Reduced:
     reduced = reduced_together(frame)
     if reduced is None:
-        raise RuntimeError("a QuantizedReduceScatter is called by FSDP2 alone: only that tells which gradients a buffer holds")
+        raise RuntimeError("only FSDP2 may call a QuantizedReduceScatter, because only it knows which gradients a buffer holds")
     return reduced
 
 

@@ -177,8 +177,8 @@ class CastWeight(Wrapper):
             return func.decompose(*args, **kwargs)
         if torch.Tag.inplace_view in func.tags:
             raise NotImplementedError(
-                f"{func} is not defined for a CastWeight: it changes a tensor's shape in place, and the weight would still "
-                "be known by the one before; take the operation that gives another tensor"
+                f"{func} is not defined for a CastWeight: it changes a tensor's shape in place, which the weight "
+                "wouldn't notice; use the out-of-place operation"
             )
         if kwargs and any(isinstance(each, CastWeight) for each in pytree.tree_leaves(kwargs)) and (names := outputs_of(func)):
             return _written(func, args, kwargs, names)

@@ -50,11 +50,11 @@ def load_high_precision_(param: Tensor, tensor: Tensor, *, keep_init: bool = Tru
         raise ValueError("param is on the meta device and has no memory: call to_empty(device=...) of its module first")
     if isinstance(local, QuantizedTensor) and _is_view(param, local):
         raise ValueError(
-            f"param, of shape {tuple(param.shape)}, is a view of a larger tensor, whose optimizer would write the old "
-            "values back in its next step: load the whole parameter, all experts in one [experts, out, in]"
+            f"param, of shape {tuple(param.shape)}, is a view of a larger tensor, whose optimizer would restore the old "
+            "values in its next step: load the whole parameter, all experts in one [experts, out, in]"
         )
     if tensor.shape != param.shape:
-        raise ValueError(f"tensor must be of the whole parameter's shape {tuple(param.shape)}, got {tuple(tensor.shape)}")
+        raise ValueError(f"tensor must have the whole parameter's shape {tuple(param.shape)}, got {tuple(tensor.shape)}")
     values = _part_of(tensor, param).detach()
     if isinstance(values, CastWeight):
         values = values.values

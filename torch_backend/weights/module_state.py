@@ -129,13 +129,13 @@ class _LoadHooks:
             local, value, theirs = sharding.local_of(param), state_dict.get(key), format_of(key, state_dict)
             if not isinstance(local, QuantizedTensor):
                 if theirs is not None:
-                    raise ValueError(f"{key} is {param.dtype} in the model and {theirs} in what is loaded: {REMEDY}")
+                    raise ValueError(f"{key} is {param.dtype} in the model and {theirs} in the loaded state: {REMEDY}")
                 plain |= isinstance(value, Tensor)
                 if isinstance(local, CastWeight) and _fits(key, param, value):
                     taken.values[name] = state_dict.pop(key)
                 continue
             if taken.assign and (param.is_meta or sharding.mesh_of(param) is None):
-                check_free(param, key, "load it with assign=False, or before that is there")
+                check_free(param, key, "load it with assign=False, or earlier")
             if not isinstance(value, Tensor):
                 # If frozen parameters are ignored, torch removes only the weight's own name; remove its parts too.
                 for suffix in [*SUFFIXES.values(), f"{FORMAT}{theirs}"]:
@@ -183,7 +183,7 @@ def _fits(key: str, param: Tensor, value: Any) -> bool:
     if value.dtype not in DTYPES:
         raise TypeError(f"{key} must hold values in one of {', '.join(map(str, DTYPES))}, got {value.dtype}")
     if value.is_meta:
-        raise ValueError(f"{key} is on the meta device in what is loaded, and has no values")
+        raise ValueError(f"{key} is on the meta device in the loaded state, and has no values")
     return True
 
 
@@ -249,7 +249,7 @@ def check_free(param: Tensor, name: str, remedy: str) -> None:
     """Raises ValueError if something holds the parameter that `become_tensor` would break."""
     holder = holder_of(param)
     if holder is not None:
-        raise ValueError(f"{name} is held by {holder}, and can't become another tensor behind its back: {remedy}")
+        raise ValueError(f"{name} is held by {holder}, and can't be replaced without its knowledge: {remedy}")
 
 
 def become_tensor(param: Tensor, new: Tensor) -> None:
@@ -283,8 +283,8 @@ class ReplacedParameter(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         raise RuntimeError(
-            "this parameter is no longer the model's: parallelize has put another in its place, and what holds this one would "
-            "train nothing. Build optimizers, and whatever else takes model.parameters(), behind parallelize"
+            "this parameter is no longer the model's: parallelize has replaced it, and training it would have no "
+            "effect. Build optimizers, and whatever else uses model.parameters(), after parallelize"
         )
 
     def __repr__(self, **_: Any) -> str:

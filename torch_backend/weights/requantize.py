@@ -89,7 +89,7 @@ def quantization_of(param: Tensor, local: QuantizedTensor, stochastic: bool = Fa
     origin = local.origin if sharding.mesh_of(param) is None else region.origin
     if local.origin != origin and not region.empty:
         raise ValueError(
-            f"a parameter that lies {lies} begins at {region.origin} on this rank, but its local tensor says {local.origin}"
+            f"a parameter placed as {lies} begins at {region.origin} on this rank, but its local tensor at {local.origin}"
         )
     step = weight_quantization(local.format, lies, sharding.rank_in(param, lies), stochastic)
     if origin != step.origins[0]:

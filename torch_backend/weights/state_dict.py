@@ -145,10 +145,10 @@ def check_format(param: Tensor, key: str, state_dict: Mapping[str, Any]) -> None
     ours, theirs = _quantized(param).format, format_of(key, state_dict)
     if theirs is None and key + SUFFIXES["codes"] in state_dict:
         raise ValueError(
-            f"{key} is {ours} in the model; what is loaded has codes, and no {key}{FORMAT}.. that says what they are"
+            f"{key} is {ours} in the model; the loaded state has codes but no {key}{FORMAT}.., which names their format"
         )
     if theirs is not None and theirs is not ours:
-        raise ValueError(f"{key} is {ours} in the model and {theirs} in what is loaded: {REMEDY}")
+        raise ValueError(f"{key} is {ours} in the model and {theirs} in the loaded state: {REMEDY}")
 
 
 def take_parts(param: Tensor, key: str, state_dict: MutableMapping[str, Any]) -> dict[str, Tensor]:
@@ -157,7 +157,7 @@ def take_parts(param: Tensor, key: str, state_dict: MutableMapping[str, Any]) ->
     missing = [key + suffix for suffix in suffixes if key + suffix not in state_dict]
     if missing:
         format = _quantized(param).format
-        raise ValueError(f"{key} in {format} needs {', '.join(missing)}, which what is loaded doesn't have")
+        raise ValueError(f"{key} in {format} needs {', '.join(missing)}, which the loaded state lacks")
     return {suffix: state_dict.pop(key + suffix) for suffix in suffixes}
 
 
@@ -235,10 +235,10 @@ class EmptyEntry(Tensor):
             leaves = pytree.tree_leaves((args, kwargs))
             shape = next(tuple(one.shape[1:]) for one in leaves if isinstance(one, EmptyEntry))
             raise NotImplementedError(
-                f"{name} is not defined for what stands under a quantized weight's name in a state dict (the weight's "
-                f"shape is {shape}): beside it are codes and scales, and averages of those are none of the weight. For "
-                'averages of weights (EMA, soups) convert with weights="high_precision", or average what '
-                "blockfp.torch.high_precision_state_dict(model) gives"
+                f"{name} is not defined for the empty entry under a quantized weight's name in a state dict (the "
+                f"weight's shape is {shape}): codes and scales have separate entries, and their averages mean nothing. "
+                "For averages of weights (EMA, soups) convert with weights='high_precision', or average "
+                "blockfp.torch.high_precision_state_dict(model)"
             )
         result = super().__torch_dispatch__(func, types, args, kwargs or {})  # pyright: ignore
         # Results copied into a parameter and shapes stay plain. `as_subclass` needs a plain alias.
