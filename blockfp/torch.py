@@ -22,20 +22,18 @@ from .torch_backend.modules.convert import convert
 from .torch_backend.modules.experts import GroupedProduct
 from .torch_backend.modules.fusing import FusedSequential
 from .torch_backend.modules.gated_mlp import _rebuild_mlp
+from .torch_backend.modules.gated_product import _rebuild_sharing
 from .torch_backend.modules.grouped_linear import GroupedLinear
 from .torch_backend.modules.kinds import _rebuild_layer
 from .torch_backend.modules.known_classes import MLPParts, SharedInput
-from .torch_backend.modules.layernorm_linear import LayerNormLinear
-from .torch_backend.modules.layernorm_mlp import LayerNormMLP
+from .torch_backend.modules.layernorm_mlp import LayerNormLinear, LayerNormMLP, TransformerLayer
 from .torch_backend.modules.linear import Linear
 from .torch_backend.modules.multihead_attention import MultiheadAttention
 from .torch_backend.modules.parallelize import parallelize
 from .torch_backend.modules.reproducible import Reproducible
 from .torch_backend.modules.sensitivity import sensitivity
 from .torch_backend.modules.sensitivity_table import LayerSensitivity, Sensitivity
-from .torch_backend.modules.shared_inputs import _rebuild_sharing
 from .torch_backend.modules.summary import LeftWeight, QuantizedWeight, Summary, summary
-from .torch_backend.modules.transformer_layer import TransformerLayer
 from .torch_backend.optimizer.adamw import Adam, AdamW
 from .torch_backend.optimizer.clipping import clip_grad_norm_
 from .torch_backend.optimizer.set_recipe import set_recipe

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from . import switch
-from .once import once
+from .switch import once
 
 
 class _WithoutTorch:

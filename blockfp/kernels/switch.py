@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any, TypeVar
 
 WHY_NOT = "kernels.switch.definition_only() is in force"
@@ -84,3 +84,30 @@ def kept(table: dict[Any, Any], key: Any, plan: Any) -> Any:
         table.clear()
     table[key] = plan
     return plan
+
+
+# ---- calls made once
+
+
+T = TypeVar("T")
+
+
+def once(function: Callable[..., T]) -> Callable[..., T]:
+    """Caches a function's results by arguments and never runs it in two threads at once.
+
+    `functools.cache` may run it in several threads before the first result is stored, which libraries that register a name once
+    (XLA's custom calls) refuse. A call that raises isn't cached.
+    """
+    kept: dict[tuple[Any, ...], T] = {}
+    lock = threading.RLock()
+
+    @wraps(function)
+    def run(*arguments: Any) -> T:
+        if arguments in kept:
+            return kept[arguments]
+        with lock:
+            if arguments not in kept:
+                kept[arguments] = function(*arguments)
+            return kept[arguments]
+
+    return run

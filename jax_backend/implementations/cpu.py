@@ -22,7 +22,7 @@ from blockfp.definition import bits
 from blockfp.definition.numerics import Amax, Quantized
 from blockfp.formats import Format
 from blockfp.kernels import calls, native
-from blockfp.kernels.once import once
+from blockfp.kernels.switch import once
 
 from .backend import Backend, keys_of_both, missing_library
 from .explicit import vary, varying

@@ -20,8 +20,8 @@ from blockfp.definition.views import DTYPES
 from blockfp.formats import Format
 from blockfp.kernels import calls, cuda_library
 from blockfp.kernels.calls import PARTS, PARTS_T, Call, OperandCast, cuda_rotates
-from blockfp.kernels.once import once
 from blockfp.kernels.products import Plan, plan, plan_values
+from blockfp.kernels.switch import once
 
 from .backend import Backend, amax_of_tensor, keys_of_both, missing_library, refusal_of_amax
 

@@ -270,7 +270,7 @@ def test_bad_use(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_part_that_is_missing_is_named(tmp_path):
-    from blockfp.torch_backend.checkpoint.dcp_model import open_checkpoint
+    from blockfp.torch_backend.checkpoint.plain_values import open_checkpoint
 
     state = model_of("nvfp4", SHAPES).state_dict()
     del state["1.weight_tensor_scale"]

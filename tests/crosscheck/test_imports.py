@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from processes import LIMIT
 
-from blockfp.kernels.once import once
+from blockfp.kernels.switch import once
 
 ROOT = Path(__file__).parents[2]
 

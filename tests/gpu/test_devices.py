@@ -44,7 +44,7 @@ def test_a_layer_trains_on_the_second_gpu(recipe):
 
 
 def test_tensors_of_two_gpus_are_refused():
-    from blockfp.torch_backend.custom_ops import ops
+    from blockfp.torch_backend.custom_ops import dequantize_plans
 
     import blockfp.torch as bfp
 
@@ -52,9 +52,9 @@ def test_tensors_of_two_gpus_are_refused():
         bfp.linear(values("cuda:0"), values("cuda:1", (384, 256)), recipe="fp8_current")
     q = bfp.quantize(values("cuda:0"), "fp8_e4m3")
     with pytest.raises(ValueError, match=r"cuda:1"):
-        ops.dequantize(q.codes, q.scales.to("cuda:1"), None, "fp8_e4m3", torch.float32, 256, [0, 0])
+        dequantize_plans.dequantize(q.codes, q.scales.to("cuda:1"), None, "fp8_e4m3", torch.float32, 256, [0, 0])
     with pytest.raises(ValueError, match=r"cuda:1"):
-        ops.quantize(values("cuda:0"), "nvfp4", torch.tensor([7, 9], device="cuda:1"))
+        dequantize_plans.quantize(values("cuda:0"), "nvfp4", torch.tensor([7, 9], device="cuda:1"))
 
 
 def test_a_fresh_thread_makes_no_context_on_the_first_gpu():

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from arrays import values
-from blockfp.torch_backend.custom_ops import cuda, linear_ops, ops, quantize_plans
+from blockfp.torch_backend.custom_ops import cuda, dequantize_plans, linear_ops, quantize_plans
 from blockfp.torch_backend.custom_ops.operand_ops import tensor_amax
 from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
-from blockfp.torch_backend.modules.shared_inputs import sharing
+from blockfp.torch_backend.modules.gated_product import sharing
 from counted_casts import casts_of
 from cuda_arrays import capture
 from same_tensors import assert_equal
@@ -155,9 +155,9 @@ def test_opcheck(name):
     assert cuda_library.available(), cuda_library.status()
     x = values((37, 80), dtype=torch.bfloat16, device="cuda")
     for key in (None, torch.tensor([7, 9], dtype=torch.int64, device="cuda")):
-        torch.library.opcheck(ops.quantize, (x, name, key))
+        torch.library.opcheck(dequantize_plans.quantize, (x, name, key))
     q = bfp.quantize(x, name)
-    torch.library.opcheck(ops.dequantize, (q.codes, q.scales, q.tensor_scale, name, torch.float32, 80, [0, 0]))
+    torch.library.opcheck(dequantize_plans.dequantize, (q.codes, q.scales, q.tensor_scale, name, torch.float32, 80, [0, 0]))
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)

@@ -12,7 +12,7 @@ import pytest
 from processes import LIMIT
 
 from blockfp.kernels import cuda_build, cuda_library
-from blockfp.kernels.once import once
+from blockfp.kernels.switch import once
 
 NVCC = """#!/bin/sh
 echo call >> "$BLOCKFP_CALLS"

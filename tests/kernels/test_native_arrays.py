@@ -11,7 +11,7 @@ from blockfp.definition import adamw, numerics, rotation
 from blockfp.formats import Format
 from blockfp.kernels import native
 from blockfp.kernels.calls import DTYPE_NUMBERS, format_numbers
-from blockfp.kernels.once import once
+from blockfp.kernels.switch import once
 
 NAMES = ("fp8_e4m3", "fp8_e4m3_1x128", "mxfp8_e4m3_32x32", "mxfp6_e3m2", "mxint8", "nvfp4")
 SOME = pytest.mark.parametrize("name", NAMES)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from blockfp.torch_backend.custom_ops import cuda_layouts, linear_ops, products
 from blockfp.torch_backend.linear import linear
-from blockfp.torch_backend.modules.shared_inputs import sharing
+from blockfp.torch_backend.modules.gated_product import sharing
 from same_tensors import assert_equal
 
 import blockfp.torch as bfp

@@ -18,7 +18,7 @@ import threaded
 import torch
 import torch.distributed as dist
 from blockfp.torch_backend.checkpoint import checkpoint_files, index
-from blockfp.torch_backend.checkpoint.dcp_model import open_checkpoint
+from blockfp.torch_backend.checkpoint.plain_values import open_checkpoint
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 

@@ -8,7 +8,7 @@ import emulated_cuda
 import pytest
 import torch
 from arrays import tensors_of, values
-from blockfp.torch_backend.custom_ops import overflow
+from blockfp.torch_backend.custom_ops import matrix
 from linear_reference import MIXED, hold_linear
 from same_tensors import assert_equal
 
@@ -189,7 +189,7 @@ def test_only_an_inf_marks_the_parts_of_an_operand(format):
         parts = [part.clone() for part in tensors_of(q)]
         before = [part.clone() for part in parts]
         with emulated_cuda.launches():
-            overflow.mark(x, [(q.format, parts)])
+            matrix.mark(x, [(q.format, parts)])
         last = parts[-1]
         assert bool((last == 255 if last.dtype is torch.uint8 else last.isnan()).all()) == marked
         for ours, theirs in zip(parts[:-1] if marked else parts, before, strict=not marked):

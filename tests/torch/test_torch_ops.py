@@ -9,7 +9,7 @@ import pytest
 import threaded
 import torch
 from arrays import values
-from blockfp.torch_backend.custom_ops import cuda, cuda_reader, ops
+from blockfp.torch_backend.custom_ops import cuda, cuda_reader, dequantize_plans
 from held_formats import FORMATS
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -32,9 +32,11 @@ def tensor(shape=(37, 80), dtype=torch.bfloat16):
 def test_opcheck(name, shape):
     x = tensor(shape)
     for key in (None, WORDS):
-        torch.library.opcheck(ops.quantize, (x, name, key))
+        torch.library.opcheck(dequantize_plans.quantize, (x, name, key))
     q = bfp.quantize(x, name)
-    torch.library.opcheck(ops.dequantize, (q.codes, q.scales, q.tensor_scale, name, torch.float32, shape[-1], [0, 0]))
+    torch.library.opcheck(
+        dequantize_plans.dequantize, (q.codes, q.scales, q.tensor_scale, name, torch.float32, shape[-1], [0, 0])
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -194,7 +196,7 @@ def dequantized(rank, name, placement):
     tensor_scale = None
     if q.tensor_scale is not None:
         tensor_scale = distribute_tensor(q.tensor_scale, mesh, [Replicate()], src_data_rank=None)
-    values = ops.dequantize(*parts, tensor_scale, name, torch.float32, SHAPE[-1], [0, 0])
+    values = dequantize_plans.dequantize(*parts, tensor_scale, name, torch.float32, SHAPE[-1], [0, 0])
     assert torch.equal(values.full_tensor(), q.dequantize())
     return values.placements[0]
 

@@ -19,7 +19,7 @@ from blockfp.recipes import Cast
 
 from . import cuda_groups, part_ops
 from .dequantize_plans import dequantize_parts
-from .dtypes import name_of
+from .library import name_of
 from .operand_ops import quantize_operand
 from .products import Matrix
 

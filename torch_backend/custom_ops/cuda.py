@@ -21,8 +21,7 @@ from blockfp.kernels import calls, switch
 from blockfp.kernels.calls import PARTS, PARTS_T, Call, OperandCast
 from blockfp.kernels.cuda_library import library
 
-from .allocation import maker
-from .dtypes import name_of
+from .library import maker, name_of
 
 
 class Both(NamedTuple):

@@ -16,7 +16,7 @@ from blockfp.kernels.cuda_library import library
 
 from .cuda import carry_out, check_beside
 from .cuda_layouts import align
-from .dtypes import name_of
+from .library import name_of
 
 
 class GroupedParts(NamedTuple):

@@ -17,11 +17,10 @@ from blockfp.kernels.calls import OperandCast, cuda_rotates
 from blockfp.kernels.cuda_library import library
 
 from . import cuda
-from .allocation import maker
 from .cuda import check_beside, check_input_on_device
 from .cuda_layouts import align_parts, align_plans
-from .dtypes import name_of
-from .overflow import marker
+from .library import maker, name_of
+from .matrix import marker
 
 Read = Callable[..., list[Tensor]]
 """Quantizes operands of one kind: (x, amax, multiplier, keys) -> [row parts .., column parts .., amax?].

@@ -28,8 +28,8 @@ from blockfp.definition import groups
 from blockfp.definition.numerics import Quantized
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
-from blockfp.kernels.once import once
 from blockfp.kernels.routes import why_groups_apart
+from blockfp.kernels.switch import once
 from blockfp.recipes import HIGH_PRECISION, Cast
 
 from . import cuda, cuda_groups

@@ -5,17 +5,19 @@ Ops take a format by name. A compiled graph calls each op once; every implementa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from blockfp.definition import layout
-from blockfp.formats import Format
+from blockfp.definition.bits import FLOAT_DTYPES
+from blockfp.formats import ELEMENTS, Format
 
-from ..torch_internals import FakeTensor, dispatch_modes, pytree
+from ..torch_internals import FakeTensor, dispatch_modes, is_exporting, pytree
 
 # A Library with Python functions costs two thirds of `torch.library.custom_op`'s host time.
 _library = torch.library.Library("blockfp", "DEF")
@@ -101,3 +103,101 @@ def outside_graphs(function: Function) -> Function:
     """Makes compilers break their graph at a function."""
     disabled: Any = torch.compiler.disable(function)
     return disabled
+
+
+# ---- programs of torch.export
+
+
+without_backward = define("without_backward(Tensor y, Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+
+
+def outputs(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns a layer's outputs; in a torch.export program their backward raises.
+
+    Without this op, gradients of everything before the layer would silently be missing there, and other gradients correct.
+    """
+    if not is_exporting():
+        return y
+    wanted = any(each is not None and each.requires_grad for each in (x, weight, bias))
+    return without_backward(y, x, weight, bias) if wanted else y
+
+
+@impl(without_backward)
+def _copied(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return y.clone()
+
+
+@fake(without_backward)
+def _fake(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.empty_like(y)
+
+
+@differentiate(without_backward)
+def _refuse(ctx: Any, gradient: Tensor) -> None:
+    raise NotImplementedError(
+        "torch.export keeps the forward of blockfp's layers without their gradients: train the model itself, and export it "
+        "afterwards; for a pipeline make torch.distributed.pipelining.PipelineStage of modules, without pipeline()"
+    )
+
+
+# ---- dtypes
+
+
+DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in FLOAT_DTYPES)
+"""Dtypes that can be quantized and dequantized to."""
+
+# torch's 4-bit dtype holds two codes; it has no 6-bit dtype.
+_CODES = {e.name: getattr(torch, e.native_dtype + ("_x2" if e.bits == 4 else ""), None) for e in ELEMENTS.values()}
+_SCALES = {name: getattr(torch, name) for name in ("float8_e8m0fnu", "float8_e4m3fn", "float32")}
+
+
+@cache
+def name_of(dtype: torch.dtype) -> str:
+    """Returns the core's name of a dtype: "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def view_codes(codes: Tensor, format: Format) -> Tensor:
+    """Returns a view of codes as elements, 4-bit ones as pairs; raises TypeError for 6-bit elements."""
+    dtype = _CODES[format.element.name]
+    if dtype is None:
+        raise TypeError(
+            f"torch has no dtype for {format.element}: q.codes has four of them in three bytes, and "
+            "blockfp.definition.layout.unpack one a byte"
+        )
+    return codes.view(dtype)
+
+
+def view_scales(scales: Tensor, format: Format) -> Tensor:
+    """Returns a view of scales as numbers; fp32 scales unchanged."""
+    return scales.view(_SCALES[format.scale.native_dtype])
+
+
+def stored(codes: Tensor, scales: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """Returns codes and scales as uint8 if they have the format's native dtypes; other dtypes unchanged."""
+    if codes.dtype is _CODES[format.element.name]:
+        codes = codes.view(torch.uint8)
+    if scales.dtype is _SCALES[format.scale.native_dtype] and format.scale.dtype == "uint8":
+        scales = scales.view(torch.uint8)
+    return codes, scales
+
+
+# ---- memory
+
+
+@lru_cache(maxsize=4096)
+def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous array."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def maker(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """Returns a function that makes a contiguous tensor of this kind, not filled, with new memory each time.
+
+    It copies a tensor that has no memory of its own, which costs the host three quarters of what reading shape, dtype and
+    device does.
+    """
+    shape = tuple(shape)
+    like = torch.empty_strided(shape, strides_of(shape), dtype=dtype, device=device)
+    like.untyped_storage().resize_(0)
+    return partial(torch.empty_like, like)

@@ -21,7 +21,7 @@ from blockfp.formats import Format
 from . import kernels
 from .kernels import kernels_for
 from .library import define, empty_parts, fake, impl
-from .overflow import mark
+from .matrix import mark
 
 part_amaxes = define("part_amaxes(Tensor x, str format, bool columnwise, bool rotate, int[] origin) -> Tensor[]")
 part_members = define("part_members(Tensor x, str format, bool columnwise, bool rotate, int[] origin) -> Tensor")

@@ -32,11 +32,9 @@ from blockfp.kernels.products import plan
 from blockfp.kernels.routes import Route, route
 
 from . import cuda, cuda_layouts, kernels
-from .allocation import maker
 from .blackwell_products import BLACKWELL
 from .dequantize_plans import plan_of
-from .dtypes import name_of
-from .library import define, fake, impl
+from .library import define, fake, impl, maker, name_of
 from .matrix import Matrix
 
 product = define(

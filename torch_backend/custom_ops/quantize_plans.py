@@ -26,9 +26,9 @@ from . import cuda, kernels
 from .cuda_layouts import align_plans, aligned_behind
 from .cuda_reader import Read as Run
 from .cuda_reader import reader
-from .dtypes import name_of
 from .kernels import kernels_for
-from .overflow import mark, marker
+from .library import name_of
+from .matrix import mark, marker
 
 _plans: dict[Any, Run] = switch.plans()
 

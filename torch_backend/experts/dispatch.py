@@ -30,9 +30,8 @@ from ..linear.parallel import Parallel
 from ..quantized_tensor.quantize import key_tensor
 from ..quantized_tensor.sharding import mesh_of
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
-from .coded import joined, parted, quantize_rows, tensor_of
 from .product import multiply_groups, takes_codes
-from .route import Group, Route, route
+from .route import Group, Route, joined, parted, quantize_rows, route, tensor_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

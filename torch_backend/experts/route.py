@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,11 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from blockfp.formats import Format
+from blockfp.recipes import Cast
 from blockfp.sharding.dispatching import chunk_of
 
+from ..custom_ops import part_ops
+from ..custom_ops.collectives import max_reduce
+from ..custom_ops.operand_ops import quantize_operand
+from ..quantized_tensor.tensor import QuantizedTensor
 from ..torch_internals import assert_on_device
 from ..torch_internals import functional_collectives as collectives
-from .coded import as_bytes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -161,3 +167,63 @@ def route(experts: Tensor, total: int, group: Group) -> Route:
 def _check(fits: bool, total: int) -> None:
     if not fits:
         raise ValueError(f"experts must be numbers from 0 to {total - 1}, as num_experts={total} says")
+
+
+# ---- rows as codes
+
+
+def quantize_rows(x: Tensor, cast: Cast, eps: float, groups: Sequence[str], key: Tensor | None = None) -> list[Tensor]:
+    """Quantizes this rank's rows of a matrix whose rows all ranks of a group have together.
+
+    Args:
+        x: [rows, columns].
+        cast: how; with a format.
+        eps: lifts amaxes.
+        groups: names of the process groups whose ranks share the scale of the whole tensor, where the format has one.
+        key: of stochastic rounding, int32 [2]; the random index counts this rank's own rows.
+
+    Returns:
+        Codes, scales and maybe tensor scale.
+    """
+    format = cast.format
+    assert format is not None
+    if not groups or not format.has_tensor_scale:
+        return quantize_operand(x, format, None, row_key=key, eps=eps).row
+    blocks, nan, tensor = part_ops.part_amaxes(x, format.name, False, False, [0, 0])
+    if format.per_tensor:
+        blocks = max_reduce(blocks, groups)
+    else:
+        tensor = max_reduce(tensor.view(1), groups).view(())
+    return part_ops.quantize_part(x, [blocks, nan, tensor], key, format.name, False, False, [0, 0], list(x.shape), eps)
+
+
+def joined(parts: Sequence[Tensor], format: Format) -> Tensor:
+    """Lays what travels with each row into one row of bytes: its codes, and its scales where it has scales of its own."""
+    codes, scales = parts[:2]
+    if format.per_tensor:
+        return codes
+    return torch.cat([codes, as_bytes(scales)], 1)
+
+
+def parted(rows: Tensor, format: Format, like: Sequence[Tensor]) -> list[Tensor]:
+    """Undoes `joined`; scales of the whole tensor are those of `like`."""
+    codes, scales, *tensor_scale = like
+    if format.per_tensor:
+        return [rows, scales]
+    width = codes.shape[1]
+    own = rows[:, width:].contiguous()
+    own = own.view(scales.dtype) if own.numel() else scales.new_empty((len(rows), scales.shape[1]))
+    return [rows[:, :width].contiguous(), own, *tensor_scale]
+
+
+def as_bytes(rows: Tensor) -> Tensor:
+    """Returns the bytes of a matrix, [rows, bytes]."""
+    rows = rows.contiguous()
+    if rows.numel():
+        return rows.view(torch.uint8)
+    return rows.new_empty((len(rows), rows.shape[1] * rows.itemsize), dtype=torch.uint8)
+
+
+def tensor_of(parts: Sequence[Tensor], format: Format, columns: int, dtype: torch.dtype) -> QuantizedTensor:
+    """Makes a quantized tensor of parts."""
+    return QuantizedTensor(parts[0], parts[1], parts[2] if len(parts) > 2 else None, format, columns, dtype)

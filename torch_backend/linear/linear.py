@@ -14,7 +14,7 @@ from blockfp.definition.rounding import Key
 from blockfp.kernels import switch
 from blockfp.recipes import Compute, Recipe
 
-from ..custom_ops import export_ops
+from ..custom_ops import library
 from ..custom_ops.activations import Gating
 from ..custom_ops.library import is_real
 from ..custom_ops.products import comes_aligned
@@ -161,7 +161,7 @@ def apply(
         up = up if up is None or up.ndim == 2 else _rows(up)
         y = run_call(rows, up, weight, bias, call, state, key, counts, offs, transposed, casts)
         if traced and parallel is None:
-            y = export_ops.outputs(y, rows, weight, bias)
+            y = library.outputs(y, rows, weight, bias)
     if x.ndim == 2:
         return y
     leading = list(x.shape[:-1])

@@ -16,7 +16,7 @@ from blockfp.recipes import HIGH_PRECISION, Cast
 from ..custom_ops.operand_ops import FIGURES, Directions, quantization_figures, quantize_operand
 from ..torch_internals import mark_static_address, uncounted
 from .oscillations import Flips, Oscillation, has_codes
-from .recipe_layer import RecipeLayer
+from .scale_watch import RecipeLayer
 
 OPERANDS = ("input rowwise", "input columnwise", "gradient rowwise", "gradient columnwise")
 """Rows of a layer's figures."""

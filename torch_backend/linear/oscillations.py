@@ -13,7 +13,7 @@ from blockfp.formats import Format
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..weights.cast_weight import CastWeight
-from .recipe_layer import RecipeLayer
+from .scale_watch import RecipeLayer
 
 
 @dataclass(frozen=True)

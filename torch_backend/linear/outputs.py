@@ -21,7 +21,7 @@ from torch import Tensor
 from blockfp.definition import layout
 from blockfp.formats import Format
 
-from ..custom_ops import ops
+from ..custom_ops import dequantize_plans
 from ..sharded.rank_plan import TensorParallelShard
 from ..torch_internals import functional_collectives as collectives
 
@@ -68,7 +68,7 @@ def begin(y: Tensor, to: TensorParallelShard | str, format: Format | None = None
         return PendingSum(sums, shard.runs * own, chunk)
     # Codes saturate Inf; NaN survives, so that a loss scaler detects it.
     terms = torch.where(terms.isinf(), torch.full_like(terms, torch.nan), terms)
-    codes, scales = ops.quantize(terms, format.name)
+    codes, scales = dequantize_plans.quantize(terms, format.name)
     sent = torch.cat([part.view(shard.ranks, -1).view(torch.uint8) for part in (codes, scales)], 1)
     sizes = [1] * shard.ranks
     return PendingSum(collectives.all_to_all_single(sent, sizes, sizes, shard.group), shard.runs * own, chunk)
@@ -88,7 +88,7 @@ def finish(
         codes = received[:, :codes_size].reshape(shard.ranks * rows, -1)
         scale_dtype = getattr(torch, format.scale.dtype)
         scales = received[:, codes_size:].contiguous().view(scale_dtype).view(shard.ranks * rows, -1)
-        terms = ops.dequantize(codes, scales, None, format.name, torch.float32, columns, [0, 0]).view(
+        terms = dequantize_plans.dequantize(codes, scales, None, format.name, torch.float32, columns, [0, 0]).view(
             shard.ranks, rows, columns
         )
         received = terms[0]

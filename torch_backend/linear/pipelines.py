@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from blockfp.files.names import LAYER_BUFFERS
 
-from .recipe_layer import RecipeLayer
+from .scale_watch import RecipeLayer
 
 _METHOD = "_initialize_pp_stages"
 

@@ -27,7 +27,7 @@ from blockfp.definition import rotation
 from blockfp.formats import Format
 from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
 
-from ..custom_ops import ops
+from ..custom_ops import dequantize_plans
 from ..torch_internals import DelayedError, current_graph_task
 from .call import Call, bias_gradient, groups_of, keys_of_gradient
 from .delayed import multiplier
@@ -39,10 +39,10 @@ def values_of(parts: Sequence[Tensor], format: Format | None, columns: int) -> T
     """Returns an operand's values in float32, from codes and scales, a quantized tensor, or values."""
     if len(parts) == 1:
         whole = parts[0].detach()
-        return whole.float() if format is None else ops.dequantize_tensor(whole, torch.float32)
+        return whole.float() if format is None else dequantize_plans.dequantize_tensor(whole, torch.float32)
     scale = parts[2] if len(parts) > 2 else None
     assert format is not None
-    return ops.dequantize(parts[0], parts[1], scale, format.name, torch.float32, columns, [0, 0])
+    return dequantize_plans.dequantize(parts[0], parts[1], scale, format.name, torch.float32, columns, [0, 0])
 
 
 def columnwise_values(parts: Sequence[Tensor], cast: Cast, rows: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 from ..custom_ops.activations import Gating
 from .gated_mlp import FusedMLP, activation_of, fused_class
-from .gated_product import fused_product
+from .gated_product import SharesInput, fused_product, sharing_class
 from .known_classes import (
     SEQUENTIAL,
     DoesNotFit,
@@ -25,7 +25,6 @@ from .known_classes import (
 from .linear import Linear
 from .model_names import named_modules
 from .quantized_layer import QuantizedLayer
-from .shared_inputs import SharesInput, sharing_class
 
 Fuse = Mapping[type[nn.Module] | str, Row]
 """Rows by class, or by the class's qualified name."""

@@ -15,12 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockfp.kernels.once import once
+from blockfp.kernels.switch import once
 
 from ..custom_ops.activations import Activation, Gating, activate
-from .gated_product import fused_product
+from .gated_product import fused_product, sharing
 from .known_classes import FUNCTIONS, GELU, SILU, Derived, DoesNotFit, MLPParts, check_own_forward, derive, watched
-from .shared_inputs import sharing
 
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 _RELU = "F.relu("

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
+from blockfp.kernels.switch import once
+
 from ..custom_ops.activations import Gating
+from ..custom_ops.shared_casts import SharedCasts
 from ..linear.linear import apply
 from ..linear.pieces import in_pieces
 from ..linear.prologue import activation, takes
-from .known_classes import LINEAR, watched
+from .known_classes import LINEAR, Derived, DoesNotFit, SharedInput, check_own_forward, derive, forward_of, watched
 from .linear import Linear
+from .quantized_layer import QuantizedLayer
 
 QUANTIZED = Linear.forward
 """The forward of quantized layers at import, before anyone patches it."""
@@ -46,3 +53,59 @@ def fused_product(layer: Any, gate: Tensor, up: Tensor | None, gating: Gating) -
     if not takes(gate, up, weight, layer.linear_recipe, state):
         return None
     return apply(gate, weight, layer.bias, layer.linear_recipe, state=state, up=up, prologue=gating)
+
+
+# ---- layers that read one input
+
+
+NOTHING = nullcontext()
+
+
+def sharing(layers: Sequence[nn.Module | None]) -> AbstractContextManager[None]:
+    """Lets layers share casts within `with`, unless hooks observe one or another class or forward replaced it."""
+    if torch.compiler.is_compiling():
+        return NOTHING
+    readers = [layer for layer in layers if isinstance(layer, QuantizedLayer) and type(layer).forward is QUANTIZED]
+    for layer in readers:
+        if watched(layer) or (layer.made_of is not None and layer.made_of.forward is not LINEAR):
+            return NOTHING
+    return SharedCasts(readers) if len(readers) == len(layers) else NOTHING
+
+
+class SharesInput(Derived, nn.Module):
+    """Base of the classes of `sharing_class`. Runs the library's own forward, `known`, within `sharing`."""
+
+    known: ClassVar[Any]
+    readers: ClassVar[tuple[str, ...]]
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        forward, children = self.made_of.forward, self._modules
+        others = (child for name, child in children.items() if child is not None and name not in self.readers)
+        if forward is not self.known or any(watched(child) for child in others):
+            return forward(self, *inputs, **options)
+        with sharing([children.get(name) for name in self.readers]):
+            return forward(self, *inputs, **options)
+
+
+def sharing_class(module: nn.Module, row: SharedInput) -> type[SharesInput]:
+    """Returns the class that lets a module's layers share a cast.
+
+    Raises DoesNotFit if a layer is missing or the module has its own forward.
+    """
+    check_own_forward(module)
+    for name in row.layers:
+        if not isinstance(module._modules.get(name), nn.Module):
+            raise DoesNotFit(f"it has no module {name!r}")
+    return _derived(type(module), row.layers)
+
+
+@once
+def _derived(cls: type[nn.Module], readers: tuple[str, ...]) -> type[SharesInput]:
+    members = {"known": staticmethod(cls.forward), "readers": readers, "rebuild": staticmethod(_rebuild_sharing)}
+    return derive(cls, "Sharing", (SharesInput,), **members, rebuilt_from=(cls, readers))
+
+
+def _rebuild_sharing(cls: type[nn.Module], readers: tuple[str, ...]) -> nn.Module:
+    # Another version of the library, or a patch, may have another forward.
+    made: Any = cls if forward_of(cls) is None else _derived(cls, readers)
+    return made.__new__(made)

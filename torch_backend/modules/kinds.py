@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
-from blockfp.kernels.once import once
+from blockfp.kernels.switch import once
 
 from ..weights.module_state import check_free
 from .experts import OWN, PRODUCT, Experts

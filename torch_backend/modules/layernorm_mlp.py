@@ -11,8 +11,8 @@ from blockfp.recipes import Compute, Recipe
 
 from ..custom_ops.activations import Gating
 from .gated_product import gated_product
-from .layernorm_linear import LayerNormLinear, Norm
 from .linear import Linear
+from .multihead_attention import MultiheadAttention
 from .quantized_layer import LayerOptions, Weights
 
 Activation = Literal["gelu", "swiglu", "relu2"]
@@ -68,3 +68,103 @@ class LayerNormMLP(nn.Module):
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"
+
+
+# ---- norm and linear layer
+
+
+Norm = Literal["layer_norm", "rms_norm"]
+
+
+def make_norm(kind: Norm, features: int, eps: float, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Module:
+    """Returns torch's norm of this kind over the last axis; raises ValueError for unknown kinds."""
+    kinds = {"layer_norm": nn.LayerNorm, "rms_norm": nn.RMSNorm}
+    if kind not in kinds:
+        raise ValueError(f"norm must be one of {', '.join(kinds)}, got {kind!r}")
+    return kinds[kind](features, eps=eps, device=device, dtype=dtype)
+
+
+class LayerNormLinear(nn.Module):
+    """Computes linear(norm(x)).
+
+    The norm's output is quantized once, along both axes; only its codes are saved for the backward. Layers that read the same
+    norm, such as query, key and value, can be one layer with concatenated outputs.
+
+    Args:
+        in_features, out_features, bias: of the linear layer.
+        recipe: a `Recipe` or its name.
+        norm: "layer_norm" or "rms_norm".
+        eps: the norm's epsilon.
+        device, dtype, weights, compute, keep_init: as for `Linear`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        recipe: Recipe | str,
+        norm: Norm = "layer_norm",
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        weights: Weights = "quantized",
+        compute: Compute = "quantized",
+        keep_init: bool = True,
+    ):
+        super().__init__()
+        self.norm = make_norm(norm, in_features, eps, device, dtype)
+        options = LayerOptions(recipe=recipe, device=device, dtype=dtype, weights=weights, compute=compute, keep_init=keep_init)
+        self.linear = Linear(in_features, out_features, bias, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns [.., out] for x [.., in]."""
+        return self.linear(self.norm(x))
+
+
+# ---- transformer layer
+
+
+class TransformerLayer(nn.Module):
+    """Pre-norm transformer layer: returns h + mlp(norm(h)) for h = x + attention(norm(x)).
+
+    Args:
+        features: length of x's last axis.
+        ffn_features: length of the axis between the MLP's layers.
+        heads, key_value_heads: as for `MultiheadAttention`; the attention is causal.
+        bias, recipe, norm, activation, eps, device, dtype, weights, compute, keep_init: as for `LayerNormMLP`.
+
+    Example:
+        >>> layer = TransformerLayer(1024, 4096, heads=16, recipe="fp8_block", dtype=torch.bfloat16)
+        >>> y = layer(x)  # x [batch, length, 1024]
+    """
+
+    def __init__(
+        self,
+        features: int,
+        ffn_features: int,
+        heads: int,
+        bias: bool = True,
+        *,
+        recipe: Recipe | str,
+        key_value_heads: int | None = None,
+        norm: Norm = "layer_norm",
+        activation: Activation = "gelu",
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        weights: Weights = "quantized",
+        compute: Compute = "quantized",
+        keep_init: bool = True,
+    ):
+        super().__init__()
+        self.norm = make_norm(norm, features, eps, device, dtype)
+        options = LayerOptions(recipe=recipe, device=device, dtype=dtype, weights=weights, compute=compute, keep_init=keep_init)
+        self.attention = MultiheadAttention(features, heads, bias, causal=True, key_value_heads=key_value_heads, **options)
+        self.mlp = LayerNormMLP(features, ffn_features, bias, norm=norm, activation=activation, eps=eps, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns [batch, length, features] for x [batch, length, features]."""
+        x = x + self.attention(self.norm(x))
+        return x + self.mlp(x)

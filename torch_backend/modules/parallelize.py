@@ -16,12 +16,10 @@ from ..linear.parallel import Style
 from ..quantized_tensor.sharding import mesh_of
 from .cutting import Cutter
 from .experts import Experts
-from .layernorm_linear import LayerNormLinear
-from .layernorm_mlp import LayerNormMLP
+from .layernorm_mlp import LayerNormLinear, LayerNormMLP, TransformerLayer
 from .multihead_attention import MultiheadAttention
 from .quantized_layer import QuantizedLayer
 from .shared_products import SHARED_NORMS
-from .transformer_layer import TransformerLayer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from blockfp.formats import Format
 
-from ..custom_ops import export_ops, grouped_ops, linear_ops, ops, products
+from ..custom_ops import dequantize_plans, grouped_ops, library, linear_ops, products
 from ..custom_ops.dequantize_plans import dequantize_parts
 from ..custom_ops.library import runs_now
 from ..custom_ops.products import Matrix
@@ -23,13 +23,13 @@ from .tensor import QuantizedTensor
 aten = torch.ops.aten
 
 
-@implements(ops.dequantize_tensor)
+@implements(dequantize_plans.dequantize_tensor)
 def _dequantize(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     if q.geometry.copied is not None:
         raise RuntimeError(COPIED)
     if runs_now(q.codes):
         return dequantize_parts(q.parts, q.format, dtype, q.shape[-1], q.origin)
-    return ops.dequantize(q.codes, q.scales, q.tensor_scale, q.format.name, dtype, q.shape[-1], q.origin)
+    return dequantize_plans.dequantize(q.codes, q.scales, q.tensor_scale, q.format.name, dtype, q.shape[-1], q.origin)
 
 
 @implements(products.weight_product)
@@ -89,9 +89,9 @@ def _check_format(weight: QuantizedTensor, format: Format | None) -> None:
         raise ValueError(f"the weight is in {weight.format}, but the product expects {format}")
 
 
-@implements(export_ops.without_backward)
+@implements(library.without_backward)
 def _without_backward(y: Tensor, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
-    return export_ops.without_backward(y, x.codes if isinstance(x, QuantizedTensor) else x, weight.codes, bias)
+    return library.without_backward(y, x.codes if isinstance(x, QuantizedTensor) else x, weight.codes, bias)
 
 
 @implements(grouped_ops.forward)
@@ -147,7 +147,7 @@ def _fill(func: Any, q: QuantizedTensor, *args: Any, **options: Any) -> Quantize
     if q.is_meta:
         return q
     values = func(torch.empty(q.shape, dtype=q.dtype, device=q.device), *args, **options)
-    parts = ops.quantize(values, q.format.name, None)
+    parts = dequantize_plans.quantize(values, q.format.name, None)
     source = q.with_parts(*parts, geometry=q.geometry.copy(initial=None))
     # The optimizer initializes its master from these.
     source.initial = values.to("cpu", copy=True) if q.requires_grad else None

@@ -11,7 +11,7 @@ from blockfp.definition import checks
 from blockfp.definition.rounding import Key, fold_in, key_words
 from blockfp.formats import Format
 
-from ..custom_ops import ops
+from ..custom_ops import dequantize_plans
 from ..custom_ops.key_ops import signed
 from ..torch_internals import ddp_model, jit_traces
 from . import sharding
@@ -73,7 +73,7 @@ def fake_quantize(x: Tensor, format: Format | str, *, key: Key | None = None) ->
 
 def _quantize(x: Tensor, format: Format, key: Tensor | None) -> QuantizedTensor:
     try:
-        parts = ops.quantize(x, format.name, key)
+        parts = dequantize_plans.quantize(x, format.name, key)
     except RuntimeError as error:
         if "allocate" in str(error):
             # An expanded view can have any number of elements.

@@ -12,8 +12,8 @@ import blockfp
 from blockfp.definition import checks
 from blockfp.formats import Format
 
-from ..custom_ops import dtypes, export_ops, ops
-from ..custom_ops.dtypes import DTYPES
+from ..custom_ops import dequantize_plans, library
+from ..custom_ops.library import DTYPES
 from ..torch_internals import NO_TORCH_FUNCTION, forbid_pointer, make_wrapper_subclass
 from . import fsdp
 from .agreement import agree_before_gather
@@ -119,7 +119,7 @@ class QuantizedTensor(Wrapper):
                 raise TypeError(f"{name} must be dense, got layout {part.layout}: pass {name}.to_dense()")
             if part.requires_grad:
                 raise ValueError(f"{name} requires grad, but no gradient flows into scales: pass {name}.detach()")
-        codes, scales = dtypes.stored(codes, scales.resolve_neg(), format)
+        codes, scales = library.stored(codes, scales.resolve_neg(), format)
         tensor_scale = None if tensor_scale is None else tensor_scale.resolve_neg()
         if dtype not in DTYPES:
             raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
@@ -184,13 +184,13 @@ class QuantizedTensor(Wrapper):
         Raises:
             TypeError: 6-bit elements, for which torch has no dtype.
         """
-        return dtypes.view_codes(self.codes, self.format)
+        return library.view_codes(self.codes, self.format)
 
     def view_scales(self) -> Tensor:
         """Returns the scales as numbers, in the same memory: float8_e8m0fnu for MX, float8_e4m3fn for NVFP4 (times
         `tensor_scale`), else float32.
         """
-        return dtypes.view_scales(self.scales, self.format)
+        return library.view_scales(self.scales, self.format)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Returns the values, rounded once to `dtype`; the gradient passes through unchanged.
@@ -205,8 +205,8 @@ class QuantizedTensor(Wrapper):
         if dtype not in DTYPES:
             raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
         if self.requires_grad and torch.is_grad_enabled():
-            return export_ops.outputs(_Dequantize.apply(self, dtype), self, self, None)
-        return ops.dequantize_tensor(self, dtype)
+            return library.outputs(_Dequantize.apply(self, dtype), self, self, None)
+        return dequantize_plans.dequantize_tensor(self, dtype)
 
     @property
     def requires_grad(self) -> bool:
@@ -314,7 +314,7 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.dtype = q.dtype
-        return ops.dequantize_tensor(q, dtype)
+        return dequantize_plans.dequantize_tensor(q, dtype)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
