@@ -16,7 +16,7 @@ import time
 
 import numpy as np
 import torch
-from blockfp.torch_backend.custom_ops import cuda_adamw
+from blockfp.torch_backend.ops.optimizer import cuda_steps
 from gpu import byte_count, environment, milliseconds
 
 from blockfp.definition import adamw
@@ -84,7 +84,7 @@ def kernels(rows: list, copy: float) -> None:
     for name, moments, dtype in KERNEL_CASES:
         arrays, table = arrays_of(name, moments, dtype)
         on = arrays[0][0]
-        ms = milliseconds(lambda table=table, on=on: cuda_adamw.adamw(table, on), 30)
+        ms = milliseconds(lambda table=table, on=on: cuda_steps.adamw(table, on), 30)
         goal = GOAL if moments == "float32" and name in ("mxfp8_e4m3_32x32", "fp8_e4m3_128x128") else None
         note(rows, f"kernel: {name or 'no codes'}, {moments} moments, {dtype} gradient", bytes_of(arrays), ms, copy, goal)
         del arrays, on

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from blockfp.torch_backend.custom_ops.activations import activate, gate_and_up, gradients, joined
-from blockfp.torch_backend.custom_ops.gated_ops import gated_gradient, quantize_gated
-from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
+from blockfp.torch_backend.ops.layer.activations import activate, gate_and_up, gradients, joined
+from blockfp.torch_backend.ops.layer.gated_ops import gated_gradient, quantize_gated
+from blockfp.torch_backend.ops.quantize.quantize_plans import quantize_matrix
 from turns import milliseconds, write_record
 
 from blockfp.formats import Format

@@ -18,7 +18,7 @@ import subprocess
 import time
 
 import torch
-from blockfp.torch_backend.custom_ops import cuda
+from blockfp.torch_backend.ops import cuda
 from gpu_peers import peers
 
 from blockfp.definition import bits, layout, numerics, rotation

@@ -131,7 +131,7 @@ def _grouped(format, x, *, directions):
 def against_torch(x: jax.Array) -> list[dict]:
     """Compares the same kernels from jitted JAX and from PyTorch in one process, by the host's clock."""
     import torch
-    from blockfp.torch_backend.custom_ops import cuda
+    from blockfp.torch_backend.ops import cuda
 
     on_torch, rows = torch.from_dlpack(x), []
 

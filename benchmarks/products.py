@@ -21,7 +21,7 @@ from types import ModuleType
 
 import torch
 import torch.nn.functional as F
-from blockfp.torch_backend.custom_ops import cuda_layouts
+from blockfp.torch_backend.ops.quantize import cuda_layouts
 from torch.nn.functional import ScalingType
 from turns import in_turns
 

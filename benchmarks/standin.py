@@ -19,7 +19,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from blockfp.torch_backend.custom_ops import gated_kernels, products
+from blockfp.torch_backend.ops.layer import gated_kernels
+from blockfp.torch_backend.ops.product import products
 from torch import Tensor
 
 from blockfp.kernels import cuda_library, switch

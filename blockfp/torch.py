@@ -11,6 +11,13 @@ from .recipes import Recipe
 from .torch_backend.checkpoint.checkpoint import Loaded, Saving, load_checkpoint, save_checkpoint
 from .torch_backend.checkpoint.files import high_precision_state_dict, load, save
 from .torch_backend.checkpoint.stream import WeightBucket, WeightStream, stream_weights
+from .torch_backend.conversion.convert import convert
+from .torch_backend.conversion.fusing import FusedSequential
+from .torch_backend.conversion.gated_mlp import _rebuild_mlp
+from .torch_backend.conversion.kinds import _rebuild_layer
+from .torch_backend.conversion.sensitivity import sensitivity
+from .torch_backend.conversion.sensitivity_table import LayerSensitivity, Sensitivity
+from .torch_backend.conversion.summary import LeftWeight, QuantizedWeight, Summary, summary
 from .torch_backend.experts.dispatch import Received, combine, dispatch
 from .torch_backend.linear.delayed import update_scales, update_scales_after
 from .torch_backend.linear.grouped_mm import grouped_mm
@@ -18,22 +25,15 @@ from .torch_backend.linear.linear import LinearState, linear
 from .torch_backend.linear.observe import Observation, Observed, observe
 from .torch_backend.linear.oscillations import Oscillation
 from .torch_backend.linear.recompute import keep_products
-from .torch_backend.modules.convert import convert
+from .torch_backend.modules.blocks import LayerNormLinear, LayerNormMLP, TransformerLayer
 from .torch_backend.modules.experts import GroupedProduct
-from .torch_backend.modules.fusing import FusedSequential
-from .torch_backend.modules.gated_mlp import _rebuild_mlp
-from .torch_backend.modules.gated_product import _rebuild_sharing
 from .torch_backend.modules.grouped_linear import GroupedLinear
-from .torch_backend.modules.kinds import _rebuild_layer
 from .torch_backend.modules.known_classes import MLPParts, SharedInput
-from .torch_backend.modules.layernorm_mlp import LayerNormLinear, LayerNormMLP, TransformerLayer
+from .torch_backend.modules.layer_calls import _rebuild_sharing
 from .torch_backend.modules.linear import Linear
 from .torch_backend.modules.multihead_attention import MultiheadAttention
 from .torch_backend.modules.parallelize import parallelize
 from .torch_backend.modules.reproducible import Reproducible
-from .torch_backend.modules.sensitivity import sensitivity
-from .torch_backend.modules.sensitivity_table import LayerSensitivity, Sensitivity
-from .torch_backend.modules.summary import LeftWeight, QuantizedWeight, Summary, summary
 from .torch_backend.optimizer.adamw import Adam, AdamW
 from .torch_backend.optimizer.clipping import clip_grad_norm_
 from .torch_backend.optimizer.set_recipe import set_recipe

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 
 from blockfp.recipes import ByPath, Recipe
 
-from ..torch_backend.modules.convert import convert
+from ..torch_backend.conversion.convert import convert
+from ..torch_backend.conversion.summary import summary
 from ..torch_backend.modules.quantized_layer import Weights
-from ..torch_backend.modules.summary import summary
 
 
 class BlockfpPrecision(Precision):

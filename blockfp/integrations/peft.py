@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from blockfp.recipes import HIGH_PRECISION, Recipe
 
+from ..torch_backend.conversion.kinds import base_kind, weight_names
 from ..torch_backend.linear.call import ends_of
 from ..torch_backend.linear.linear import apply
 from ..torch_backend.modules.experts import Experts
 from ..torch_backend.modules.grouped_linear import GroupedLinear
-from ..torch_backend.modules.kinds import base_kind, weight_names
 from ..torch_backend.modules.linear import Linear, TransposedLinear
 from ..torch_backend.quantized_tensor import sharding
 from ..torch_backend.quantized_tensor.tensor import QuantizedTensor

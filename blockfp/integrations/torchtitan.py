@@ -19,9 +19,9 @@ from torchtitan.protocols.sharding import resolve_placements
 from blockfp import recipes
 from blockfp.recipes import Recipe
 
-from ..torch_backend.modules.convert import convert
+from ..torch_backend.conversion.convert import convert
+from ..torch_backend.conversion.kinds import base_kind
 from ..torch_backend.modules.experts import GroupedProduct
-from ..torch_backend.modules.kinds import base_kind
 from ..torch_backend.modules.parallelize import parallelize
 from ..torch_backend.modules.quantized_layer import Weights
 from ..torch_backend.optimizer.adamw import Adam, AdamW

@@ -31,8 +31,8 @@ from blockfp.files.names import FORMAT
 from blockfp.formats import Format
 
 from ..torch_backend.check import to_torch
+from ..torch_backend.conversion.kinds import base_kind, quantized_names, weight_names
 from ..torch_backend.modules.experts import Experts
-from ..torch_backend.modules.kinds import base_kind, quantized_names, weight_names
 from ..torch_backend.modules.quantized_layer import made_weight
 from ..torch_backend.quantized_tensor import sharding
 from ..torch_backend.quantized_tensor.tensor import QuantizedTensor

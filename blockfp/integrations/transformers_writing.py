@@ -35,9 +35,9 @@ from ..torch_backend.checkpoint import ranks
 from ..torch_backend.checkpoint.conversion import split_weight
 from ..torch_backend.checkpoint.files import high_precision_state_dict
 from ..torch_backend.checkpoint.stream import WeightStream, stream_apart
+from ..torch_backend.conversion.kinds import quantized_names
 from ..torch_backend.modules import model_names
 from ..torch_backend.modules.experts import Experts
-from ..torch_backend.modules.kinds import quantized_names
 from ..torch_backend.quantized_tensor import sharding
 from ..torch_backend.quantized_tensor.tensor import QuantizedTensor
 from ..torch_backend.weights.state_dict import gathered, stored_parts

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from arrays import through_a_file, values
-from blockfp.torch_backend.modules import fusing
-from blockfp.torch_backend.modules.gated_mlp import FusedMLP, Parts, activation_of, why_not
+from blockfp.torch_backend.conversion import fusing
+from blockfp.torch_backend.conversion.gated_mlp import FusedMLP, Parts, activation_of, why_not
 from blockfp.torch_backend.modules.known_classes import KNOWN
 from counted_casts import casts_of
 from same_tensors import assert_equal

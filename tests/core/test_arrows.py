@@ -27,7 +27,7 @@ CORE = (
 JAX = ("implementations", "arrays", "params", "linear", "files", "check")
 TORCH = (
     "torch_internals",
-    "custom_ops",
+    "ops",
     "sharded",
     "quantized_tensor",
     "weights",
@@ -35,6 +35,7 @@ TORCH = (
     "experts",
     "modules",
     "optimizer",
+    "conversion",
     "check",
     "checkpoint",
 )

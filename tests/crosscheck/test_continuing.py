@@ -28,7 +28,7 @@ def options(**changed):
 def pytorch(rank):
     """On two ranks: what the folder "jax" has is saved again at once and continued; without it, runs from the start."""
     import torch
-    from blockfp.torch_backend.custom_ops.key_ops import gradient_keys
+    from blockfp.torch_backend.ops.quantize.key_ops import gradient_keys
 
     sys.path.insert(0, str(EXAMPLES))
     import train_fsdp2 as train

@@ -3,7 +3,7 @@
 import time
 
 import torch
-from blockfp.torch_backend.custom_ops import cuda
+from blockfp.torch_backend.ops import cuda
 
 from blockfp.definition import numerics
 from blockfp.formats import Format

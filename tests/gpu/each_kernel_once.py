@@ -7,8 +7,12 @@ compute-sanitizer --tool racecheck python tests/gpu/each_kernel_once.py --parts 
 import argparse
 
 import torch
-from blockfp.torch_backend.custom_ops import cuda, cuda_adamw, cuda_groups, cuda_layouts, grouped_products, products
-from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
+from blockfp.torch_backend.ops import cuda
+from blockfp.torch_backend.ops.groups import cuda_groups, grouped_products
+from blockfp.torch_backend.ops.optimizer import cuda_steps
+from blockfp.torch_backend.ops.product import products
+from blockfp.torch_backend.ops.quantize import cuda_layouts
+from blockfp.torch_backend.ops.quantize.quantize_plans import quantize_matrix
 
 import blockfp.torch as bfp
 from blockfp.formats import FORMATS, Format
@@ -124,9 +128,9 @@ def each_update_of_scales():
     lengths = (1, 2, 256, 257, 1024)
     state = [torch.rand(size, device="cuda") for i in range(520) for size in (lengths[i % len(lengths)], 1)]
     newest = torch.empty(520, dtype=torch.int32, device="cuda")
-    assert cuda_adamw.newest_amaxes(newest, state)
+    assert cuda_steps.newest_amaxes(newest, state)
     for given in (None, newest):
-        assert cuda_adamw.update_scales([(0x43E00000, False)] * 520, given, state)
+        assert cuda_steps.update_scales([(0x43E00000, False)] * 520, given, state)
 
 
 HOPPER = ("products", "aligned", "values")

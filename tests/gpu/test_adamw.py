@@ -8,7 +8,8 @@ import torch
 from adamw_cases import FUSED, Parameter, table
 from any_scales import requantized, scales_of, shard_of_a_whole
 from arrays import values
-from blockfp.torch_backend.custom_ops import cuda, cuda_adamw
+from blockfp.torch_backend.ops import cuda
+from blockfp.torch_backend.ops.optimizer import cuda_steps
 from cuda_arrays import assert_same, to_gpu, to_numpy
 from same_bits import assert_same_bits
 from same_tensors import assert_equal
@@ -32,7 +33,7 @@ def run(parameters, steps=2, **settings):
         if on_gpu is None:
             tasks = [p.step(c, t) for p in parameters]
             on_gpu = [s._replace(**{n: to_gpu(x) for n, x in s._asdict().items() if isinstance(x, np.ndarray)}) for s in tasks]
-        cuda_adamw.adamw(table([s._replace(coefficients=c, step=t) for s in on_gpu]), on_gpu[0].weight)
+        cuda_steps.adamw(table([s._replace(coefficients=c, step=t) for s in on_gpu]), on_gpu[0].weight)
         for p, s, e in zip(parameters, on_gpu, expected, strict=True):
             pairs = ((s.first, s.first_scales), (s.second, s.second_scales), (s.out, s.out_scales))
             state = (to_numpy(s.weight), *(tuple(None if x is None else to_numpy(x) for x in pair) for pair in pairs))
@@ -80,9 +81,9 @@ def two_passes(parameters, c):
     second = step_table.second_pass(first, places, addresses)
     amaxes = torch.zeros(count, dtype=torch.int32, device="cuda")
     step_table.point_to_amaxes(first, places, amaxes.data_ptr(), known=False)
-    cuda_adamw.adamw(first, on_gpu[0].weight)
+    cuda_steps.adamw(first, on_gpu[0].weight)
     step_table.point_to_amaxes(second, places, amaxes.data_ptr(), known=True)
-    cuda_adamw.adamw_codes(second, on_gpu[0].weight)
+    cuda_steps.adamw_codes(second, on_gpu[0].weight)
     return on_gpu, [scales[i] if two_level[i] else None for i in places]
 
 
@@ -154,7 +155,7 @@ def test_nan_in_a_block():
             expected = p.expected(c, 1)
         s = p.step(c, 1)
         s = s._replace(**{n: to_gpu(x) for n, x in s._asdict().items() if isinstance(x, np.ndarray)})
-        cuda_adamw.adamw(table([s]), s.weight)
+        cuda_steps.adamw(table([s]), s.weight)
         assert_same_bits((to_numpy(s.out), to_numpy(s.out_scales)), expected[3])
 
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from blockfp.torch_backend.custom_ops import cuda_layouts, products
+from blockfp.torch_backend.ops.product import products
+from blockfp.torch_backend.ops.quantize import cuda_layouts
 from cuda_arrays import capture
 
 import blockfp.torch as bfp

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from blockfp.torch_backend.custom_ops import products
-from blockfp.torch_backend.custom_ops.grouped_products import multiply_groups
-from blockfp.torch_backend.custom_ops.products import Matrix, multiply_parts
+from blockfp.torch_backend.ops.groups.grouped_products import multiply_groups
+from blockfp.torch_backend.ops.product import products
+from blockfp.torch_backend.ops.product.products import Matrix, multiply_parts
 from cuda_arrays import capture
 
 import blockfp.torch as bfp

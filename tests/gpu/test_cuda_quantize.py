@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from blockfp.torch_backend.custom_ops import cuda, cuda_layouts
+from blockfp.torch_backend.ops import cuda
+from blockfp.torch_backend.ops.quantize import cuda_layouts
 from cuda_arrays import assert_same, capture, to_gpu, to_numpy
 from same_tensors import assert_equal
 from samples import DTYPES, KINDS, all_patterns, sample

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from arrays import values
-from blockfp.torch_backend.custom_ops import cuda_adamw
+from blockfp.torch_backend.ops.optimizer import cuda_steps
 from cuda_arrays import capture
 
 import blockfp.torch as bfp
@@ -53,12 +53,12 @@ def assert_same_bits(found, wanted):
 def test_many_operands_at_once(reduced, waiting_raises):
     kinds, histories, scales = zip(*operands(), strict=True)
     state = [x.cuda() for pair in zip(histories, scales, strict=True) for x in pair]
-    numbers = [cuda_adamw.numbers(*kind) for kind in kinds]
+    numbers = [cuda_steps.numbers(*kind) for kind in kinds]
     assert len(kinds) > 512
     newest = torch.empty(len(kinds), dtype=torch.int32, device="cuda")
     for _ in range(3):
         with waiting_raises():
-            assert cuda_adamw.newest_amaxes(newest, state)
+            assert cuda_steps.newest_amaxes(newest, state)
         assert_same_bits([newest], [torch.stack([history[0] for history in histories])])
         if reduced:
             # Of what other ranks recorded the largest counts: bits of amaxes are in their order.
@@ -66,7 +66,7 @@ def test_many_operands_at_once(reduced, waiting_raises):
             first = newest.cpu().view(torch.float32).split(1)
             histories = [torch.cat([one, own[1:]]) for one, own in zip(first, histories, strict=True)]
         with waiting_raises():
-            assert cuda_adamw.update_scales(numbers, newest if reduced else None, state)
+            assert cuda_steps.update_scales(numbers, newest if reduced else None, state)
         moved = [
             scaling.update(history, scale, element, margin=options.margin, algorithm=options.algorithm)
             for (element, options), history, scale in zip(kinds, histories, scales, strict=True)
@@ -93,13 +93,13 @@ def test_state_that_lies_otherwise_is_left_alone():
     ):
         state = [*good, *bad]
         before = [x.clone() for x in state]
-        assert not cuda_adamw.update_scales([(0x43E00000, False)] * 2, None, state)
-        assert not cuda_adamw.newest_amaxes(torch.empty(2, dtype=torch.int32, device="cuda"), state)
+        assert not cuda_steps.update_scales([(0x43E00000, False)] * 2, None, state)
+        assert not cuda_steps.newest_amaxes(torch.empty(2, dtype=torch.int32, device="cuda"), state)
         assert all(torch.equal(x, y) for x, y in zip(state, before, strict=True))
     with pytest.raises(ValueError, match="options must be"):
-        cuda_adamw.update_scales([(0x43E00000, False)], None, [*good, history[0], scale])
+        cuda_steps.update_scales([(0x43E00000, False)], None, [*good, history[0], scale])
     with pytest.raises(ValueError, match="newest must be"):
-        cuda_adamw.update_scales([(0x43E00000, False)], torch.zeros(2, dtype=torch.int32, device="cuda"), good)
+        cuda_steps.update_scales([(0x43E00000, False)], torch.zeros(2, dtype=torch.int32, device="cuda"), good)
 
 
 def model_of(device):

@@ -44,7 +44,7 @@ def test_a_layer_trains_on_the_second_gpu(recipe):
 
 
 def test_tensors_of_two_gpus_are_refused():
-    from blockfp.torch_backend.custom_ops import dequantize_plans
+    from blockfp.torch_backend.ops import dequantize_plans
 
     import blockfp.torch as bfp
 

@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 from arrays import with_scales
-from blockfp.torch_backend.custom_ops import gated_kernels, gated_ops
-from blockfp.torch_backend.custom_ops.activations import Gating, activate, gate_and_up, gradients, joined
-from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
 from blockfp.torch_backend.linear.prologue import activation
-from blockfp.torch_backend.modules.gated_product import gated_product
+from blockfp.torch_backend.modules.layer_calls import gated_product
+from blockfp.torch_backend.ops.layer import gated_kernels, gated_ops
+from blockfp.torch_backend.ops.layer.activations import Gating, activate, gate_and_up, gradients, joined
+from blockfp.torch_backend.ops.quantize.quantize_plans import quantize_matrix
 from cuda_arrays import capture
 from same_tensors import assert_same
 
@@ -177,7 +177,7 @@ def mlp(name, activation, dtype, fused, monkeypatch):
     results = []
     with monkeypatch.context() as patch:
         if not fused:
-            patch.setattr("blockfp.torch_backend.modules.gated_product.fused_product", lambda *_: None)
+            patch.setattr("blockfp.torch_backend.modules.layer_calls.fused_product", lambda *_: None)
         for seed in range(2):
             x = tensors((512, 256), "alone", "bfloat16", seed)[0].to(dtype).view(2, 256, 256).requires_grad_()
             y = layer(x)

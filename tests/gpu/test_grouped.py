@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from blockfp.torch_backend.custom_ops import cuda_groups
+from blockfp.torch_backend.ops.groups import cuda_groups
 from same_tensors import assert_equal
 
 import blockfp.torch as bfp

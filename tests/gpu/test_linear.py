@@ -6,7 +6,7 @@ import warnings
 import arrays
 import pytest
 import torch
-from blockfp.torch_backend.custom_ops.key_ops import gradient_keys
+from blockfp.torch_backend.ops.quantize.key_ops import gradient_keys
 from cuda_arrays import capture
 from linear_reference import hold_linear
 from same_tensors import assert_equal

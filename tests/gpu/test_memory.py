@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from arrays import with_scales
-from blockfp.torch_backend.custom_ops import operand_ops
+from blockfp.torch_backend.ops.quantize import operand_ops
 from blockfp.torch_backend.torch_internals import KEEPS_RESULT
 from torch.nn import attention
 

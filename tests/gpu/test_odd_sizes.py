@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from blockfp.torch_backend.custom_ops import cuda
+from blockfp.torch_backend.ops import cuda
 
 from blockfp.definition import layout, numerics
 from blockfp.formats import FORMATS, Format

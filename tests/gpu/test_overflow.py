@@ -3,7 +3,7 @@
 import pytest
 import torch
 from arrays import values
-from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
+from blockfp.torch_backend.ops.quantize.quantize_plans import quantize_matrix
 from cuda_arrays import capture
 
 from blockfp.formats import FORMATS, Format

@@ -10,7 +10,7 @@ import torch
 import torch._dynamo.utils
 import torch.distributed as dist
 from arrays import values
-from blockfp.torch_backend.custom_ops import cuda
+from blockfp.torch_backend.ops import cuda
 from blockfp.torch_backend.quantized_tensor.sharding import local_of
 from cuda_arrays import recordings
 from same_tensors import assert_equal

@@ -3,10 +3,12 @@
 import pytest
 import torch
 from arrays import values
-from blockfp.torch_backend.custom_ops import cuda, dequantize_plans, linear_ops, quantize_plans
-from blockfp.torch_backend.custom_ops.operand_ops import tensor_amax
-from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
-from blockfp.torch_backend.modules.gated_product import sharing
+from blockfp.torch_backend.modules.layer_calls import sharing
+from blockfp.torch_backend.ops import cuda, dequantize_plans
+from blockfp.torch_backend.ops.layer import linear_ops
+from blockfp.torch_backend.ops.quantize import quantize_plans
+from blockfp.torch_backend.ops.quantize.operand_ops import tensor_amax
+from blockfp.torch_backend.ops.quantize.quantize_plans import quantize_matrix
 from counted_casts import casts_of
 from cuda_arrays import capture
 from same_tensors import assert_equal

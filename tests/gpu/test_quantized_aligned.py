@@ -2,18 +2,12 @@
 
 import pytest
 import torch
-from blockfp.torch_backend.custom_ops import (
-    cuda_groups,
-    cuda_layouts,
-    gated_kernels,
-    gated_ops,
-    grouped_ops,
-    linear_ops,
-    products,
-    quantize_plans,
-)
-from blockfp.torch_backend.custom_ops.activations import activate
 from blockfp.torch_backend.linear import linear as linear_module
+from blockfp.torch_backend.ops.groups import cuda_groups, grouped_ops
+from blockfp.torch_backend.ops.layer import gated_kernels, gated_ops, linear_ops
+from blockfp.torch_backend.ops.layer.activations import activate
+from blockfp.torch_backend.ops.product import products
+from blockfp.torch_backend.ops.quantize import cuda_layouts, quantize_plans
 from cuda_arrays import capture
 from same_tensors import assert_equal
 

@@ -16,8 +16,8 @@ from blockfp.recipes import RECIPES, Cast
 
 torch = pytest.importorskip("torch")
 bfp_torch = pytest.importorskip("blockfp.torch")
-gradient_keys = pytest.importorskip("blockfp.torch_backend.custom_ops.key_ops").gradient_keys
-quantize_operand = pytest.importorskip("blockfp.torch_backend.custom_ops.operand_ops").quantize_operand
+gradient_keys = pytest.importorskip("blockfp.torch_backend.ops.quantize.key_ops").gradient_keys
+quantize_operand = pytest.importorskip("blockfp.torch_backend.ops.quantize.operand_ops").quantize_operand
 apply = pytest.importorskip("blockfp.torch_backend.linear.linear").apply
 
 BY_RECIPE = pytest.mark.parametrize("recipe", RECIPES)

@@ -4,7 +4,7 @@ import math
 import struct
 
 import torch
-from blockfp.torch_backend.custom_ops.activations import ROWS, activate, gradients
+from blockfp.torch_backend.ops.layer.activations import ROWS, activate, gradients
 
 from blockfp.definition import alignment, bits, layout, numerics, rotation, rounding, scaling
 from blockfp.definition.numerics import Amax

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from blockfp.torch_backend.custom_ops import cuda_layouts, linear_ops, products
 from blockfp.torch_backend.linear import linear
-from blockfp.torch_backend.modules.gated_product import sharing
+from blockfp.torch_backend.modules.layer_calls import sharing
+from blockfp.torch_backend.ops.layer import linear_ops
+from blockfp.torch_backend.ops.product import products
+from blockfp.torch_backend.ops.quantize import cuda_layouts
 from same_tensors import assert_equal
 
 import blockfp.torch as bfp

@@ -8,7 +8,7 @@ import emulated_cuda
 import pytest
 import torch
 from arrays import tensors_of, values
-from blockfp.torch_backend.custom_ops import matrix
+from blockfp.torch_backend.ops.product import matrix
 from linear_reference import MIXED, hold_linear
 from same_tensors import assert_equal
 

@@ -10,8 +10,8 @@ import pytest
 import threaded
 import torch
 from arrays import values
-from blockfp.torch_backend.custom_ops import cuda_adamw
 from blockfp.torch_backend.linear import delayed
+from blockfp.torch_backend.ops.optimizer import cuda_steps
 from blockfp.torch_backend.torch_internals import version_of
 from delayed_models import two_layers
 from same_tensors import assert_equal
@@ -254,7 +254,7 @@ def test_a_mode_that_watches_operations_sees_those_of_the_definition():
 @pytest.mark.parametrize("margin", [-100, 0, 3, 100])
 @pytest.mark.parametrize("element", [E4M3, E5M2], ids=str)
 def test_the_kernel_is_told_what_the_definition_takes(element, margin):
-    target, alone = cuda_adamw.numbers(element, recipes.Delayed(margin=margin, algorithm="most_recent"))
+    target, alone = cuda_steps.numbers(element, recipes.Delayed(margin=margin, algorithm="most_recent"))
     assert alone
     assert target == bits.constant_bits(element.max / 2.0**margin) == torch.tensor(element.max * 2.0**-margin).view(torch.int32)
     # A history of one has the scale of its own amax.
@@ -265,7 +265,7 @@ def test_the_kernel_is_told_what_the_definition_takes(element, margin):
 def test_an_optimizer_makes_one_call_of_which_autograd_hears(monkeypatch):
     model = nn.Sequential(*(bfp.Linear(32, 32, recipe="fp8_delayed") for _ in range(3)))
     optimizer, calls = bfp.AdamW(model.parameters()), []
-    monkeypatch.setattr(cuda_adamw, "update_scales", lambda *arguments: calls.append(arguments) or True)
+    monkeypatch.setattr(cuda_steps, "update_scales", lambda *arguments: calls.append(arguments) or True)
     with emulated_cuda.launches():
         for _ in range(2):
             model(values((4, 32), 0)).sum().backward()

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from arrays import values
-from blockfp.torch_backend.modules.gated_mlp import FusedMLP
-from blockfp.torch_backend.modules.gated_product import SharesInput
+from blockfp.torch_backend.conversion.gated_mlp import FusedMLP
+from blockfp.torch_backend.modules.layer_calls import SharesInput
 from counted_casts import casts_of
 from torch import nn
 

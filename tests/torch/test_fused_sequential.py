@@ -9,8 +9,8 @@ from same_tensors import assert_equal
 
 torch = pytest.importorskip("torch")
 
-from blockfp.torch_backend.modules import fusing  # noqa: E402
-from blockfp.torch_backend.modules.fusing import FusedSequential  # noqa: E402
+from blockfp.torch_backend.conversion import fusing  # noqa: E402
+from blockfp.torch_backend.conversion.fusing import FusedSequential  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from arrays import values, with_scales
-from blockfp.torch_backend.custom_ops import gated_ops
-from blockfp.torch_backend.custom_ops.activations import Gating, activate, gate_and_up, gradients, joined
 from blockfp.torch_backend.linear.prologue import ActivationFunction, takes
 from blockfp.torch_backend.linear.prologue import activation as activation_alone
-from blockfp.torch_backend.modules.gated_product import fused_product, gated_product
+from blockfp.torch_backend.modules.layer_calls import fused_product, gated_product
+from blockfp.torch_backend.ops.layer import gated_ops
+from blockfp.torch_backend.ops.layer.activations import Gating, activate, gate_and_up, gradients, joined
 from torch import nn
 
 import blockfp.torch as bfp

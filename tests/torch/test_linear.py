@@ -9,9 +9,10 @@ import threaded
 import torch
 import torch.nn.functional as F
 from arrays import values
-from blockfp.torch_backend.custom_ops import blackwell_products, linear_ops, products
-from blockfp.torch_backend.custom_ops.blackwell_products import BLACKWELL
-from blockfp.torch_backend.custom_ops.matrix import Matrix
+from blockfp.torch_backend.ops.layer import linear_ops
+from blockfp.torch_backend.ops.product import blackwell_products, products
+from blockfp.torch_backend.ops.product.blackwell_products import BLACKWELL
+from blockfp.torch_backend.ops.product.matrix import Matrix
 from linear_reference import MIXED, Result, assert_close, expected, hold_linear, product, quantized
 from torch.distributed.device_mesh import init_device_mesh
 

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from arrays import values
-from blockfp.torch_backend.custom_ops import linear_ops, operand_ops, products, quantize_plans
-from blockfp.torch_backend.custom_ops.key_ops import gradient_keys
 from blockfp.torch_backend.linear import linear
+from blockfp.torch_backend.ops.layer import linear_ops
+from blockfp.torch_backend.ops.product import products
+from blockfp.torch_backend.ops.quantize import operand_ops, quantize_plans
+from blockfp.torch_backend.ops.quantize.key_ops import gradient_keys
 from linear_reference import SCALES, expected, state_of
 from same_tensors import assert_equal
 

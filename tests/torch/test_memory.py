@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from arrays import values, with_scales
-from blockfp.torch_backend.custom_ops import quantize_plans
 from blockfp.torch_backend.linear import dense_layer, grouped_layer, operands
+from blockfp.torch_backend.ops.quantize import quantize_plans
 from blockfp.torch_backend.torch_internals import KEEPS_RESULT, VIEWS
 from same_tensors import assert_equal
 from torch import nn
@@ -316,8 +316,8 @@ def test_plans_are_bounded(monkeypatch):
 
 def _plans():
     """The dictionaries of plans: those that lengths are part of the keys of."""
-    from blockfp.torch_backend.custom_ops import linear_ops
     from blockfp.torch_backend.linear import linear
+    from blockfp.torch_backend.ops.layer import linear_ops
 
     return [quantize_plans._plans, linear_ops._forwards, linear_ops._backwards, linear._calls]
 

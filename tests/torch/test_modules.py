@@ -87,7 +87,7 @@ def test_grouped_layers_are_a_layer_for_each_expert(name):
     starts = [sum(counts[:e]) for e in range(5)]
     keys = None
     if layer.rng_key is not None:
-        from blockfp.torch_backend.custom_ops.key_ops import gradient_keys
+        from blockfp.torch_backend.ops.quantize.key_ops import gradient_keys
 
         keys = gradient_keys(layer.rng_key, step=torch.tensor(0), folds=(0,), groups=4)
     dequantized = layer.weight.detach().dequantize()

@@ -6,7 +6,7 @@ import pytest
 import threaded
 import torch
 from arrays import values
-from blockfp.torch_backend.custom_ops import operand_ops
+from blockfp.torch_backend.ops.quantize import operand_ops
 from same_tensors import assert_equal
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -4,8 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from blockfp.torch_backend.custom_ops import cuda, cuda_groups, cuda_layouts, cuda_reader, gated_kernels
-from blockfp.torch_backend.custom_ops.activations import ROWS, activate
+from blockfp.torch_backend.ops import cuda
+from blockfp.torch_backend.ops.groups import cuda_groups
+from blockfp.torch_backend.ops.layer import gated_kernels
+from blockfp.torch_backend.ops.layer.activations import ROWS, activate
+from blockfp.torch_backend.ops.quantize import cuda_layouts, cuda_reader
 from same_tensors import assert_equal
 
 from blockfp.definition import alignment, groups, numerics

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from arrays import values
 from blockfp.torch_backend.modules import known_classes
-from blockfp.torch_backend.modules.gated_product import SharesInput, sharing
+from blockfp.torch_backend.modules.layer_calls import SharesInput, sharing
 from counted_casts import casts_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint

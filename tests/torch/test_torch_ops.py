@@ -9,7 +9,8 @@ import pytest
 import threaded
 import torch
 from arrays import values
-from blockfp.torch_backend.custom_ops import cuda, cuda_reader, dequantize_plans
+from blockfp.torch_backend.ops import cuda, dequantize_plans
+from blockfp.torch_backend.ops.quantize import cuda_reader
 from held_formats import FORMATS
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor

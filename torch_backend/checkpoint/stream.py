@@ -27,9 +27,9 @@ from blockfp.files.modelfile import Tensor as Entry
 from blockfp.files.names import SUFFIXES
 from blockfp.sharding.parts import Part
 
+from ..conversion.kinds import quantized_names
 from ..modules import model_names
 from ..modules.experts import Experts
-from ..modules.kinds import quantized_names
 from ..quantized_tensor import sharding
 from ..quantized_tensor.sharding import placed
 from ..quantized_tensor.tensor import QuantizedTensor

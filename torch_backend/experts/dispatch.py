@@ -23,10 +23,10 @@ from blockfp.definition.rounding import Key
 from blockfp.recipes import Cast, Recipe
 from blockfp.sharding.dispatching import check_rows
 
-from ..custom_ops.key_ops import gradient_keys
-from ..custom_ops.library import outside_graphs
 from ..linear.linear import LinearState
 from ..linear.parallel import Parallel
+from ..ops.library import outside_graphs
+from ..ops.quantize.key_ops import gradient_keys
 from ..quantized_tensor.quantize import key_tensor
 from ..quantized_tensor.sharding import mesh_of
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor

@@ -14,9 +14,9 @@ from blockfp.formats import Format
 from blockfp.recipes import Cast
 from blockfp.sharding.dispatching import chunk_of
 
-from ..custom_ops import part_ops
-from ..custom_ops.collectives import max_reduce
-from ..custom_ops.operand_ops import quantize_operand
+from ..ops.collectives import max_reduce
+from ..ops.quantize import part_ops
+from ..ops.quantize.operand_ops import quantize_operand
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..torch_internals import assert_on_device
 from ..torch_internals import functional_collectives as collectives

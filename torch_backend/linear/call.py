@@ -14,9 +14,9 @@ from torch import Tensor
 from blockfp.formats import Format
 from blockfp.recipes import Recipe
 
-from ..custom_ops.activations import Gating
-from ..custom_ops.key_ops import gradient_keys
-from ..custom_ops.quantize_plans import Aligned
+from ..ops.layer.activations import Gating
+from ..ops.quantize.key_ops import gradient_keys
+from ..ops.quantize.quantize_plans import Aligned
 from .parallel import Parallel
 
 Made = tuple[Tensor, list[Tensor], Sequence[Tensor], Sequence[Tensor]]

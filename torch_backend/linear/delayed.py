@@ -26,11 +26,12 @@ from blockfp.definition.bits import INFINITY
 from blockfp.formats import ElementFormat
 from blockfp.recipes import Delayed, Operand, Recipe
 
-from ..custom_ops import cuda, cuda_adamw
-from ..custom_ops.collectives import max_reduce
-from ..custom_ops.kernels import kernels_for
-from ..custom_ops.library import outside_graphs
-from ..custom_ops.operand_ops import delayed_multiplier, tensor_amax
+from ..ops import cuda
+from ..ops.collectives import max_reduce
+from ..ops.kernels import kernels_for
+from ..ops.library import outside_graphs
+from ..ops.optimizer import cuda_steps
+from ..ops.quantize.operand_ops import delayed_multiplier, tensor_amax
 from ..quantized_tensor import sharding
 from ..torch_internals import dispatch_modes, foreach_copy_, uncounted
 from . import scale_watch
@@ -253,7 +254,7 @@ class _Scaled(NamedTuple):
     scale: str
     element: ElementFormat
     options: Delayed
-    numbers: cuda_adamw.Numbers
+    numbers: cuda_steps.Numbers
 
 
 class _Operands(NamedTuple):
@@ -311,7 +312,7 @@ def _scaled(recipe: Recipe) -> list[_Scaled]:
         format = recipe.cast(operand).format or recipe.cast(operand, "columnwise").format
         if format is not None:
             element, options = format.element, recipe.delayed
-            numbers = cuda_adamw.numbers(element, options)
+            numbers = cuda_steps.numbers(element, options)
             found.append(_Scaled(f"{operand}_amax_history", f"{operand}_scale", element, options, numbers))
     return found
 
@@ -327,14 +328,14 @@ def _newest(some: _Operands) -> Tensor:
     """Returns the operands' newest amaxes as fp32 bits, int32, which order like the magnitudes."""
     if _by_kernel(some):
         newest = some.state[0].new_empty(len(some.kinds), dtype=torch.int32)
-        if cuda_adamw.newest_amaxes(newest, some.state):
+        if cuda_steps.newest_amaxes(newest, some.state):
             return newest
     return torch.stack([history[0] for history in some.state[::2]]).view(torch.int32)
 
 
 def _update(some: _Operands, newest: Tensor | None) -> None:
     """Updates the operands' histories and scales; `newest`, if ranks share it, replaces history[0]."""
-    if _by_kernel(some) and cuda_adamw.update_scales([kind.numbers for kind in some.kinds], newest, some.state):
+    if _by_kernel(some) and cuda_steps.update_scales([kind.numbers for kind in some.kinds], newest, some.state):
         increment_version(some.state)
         return
     histories, scales = some.state[::2], some.state[1::2]

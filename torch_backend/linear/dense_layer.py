@@ -1,4 +1,4 @@
-"""A layer of one matrix on one rank, over `custom_ops/linear_ops`.
+"""A layer of one matrix on one rank, over `ops/layer/linear_ops`.
 
 Eager code runs a plan for both casts and the product. Compiled code, modes and tensors without memory run an op for the casts
 and one for the product, so that compilers see where layers share a cast.
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from blockfp.recipes import HIGH_PRECISION
 
-from ..custom_ops import linear_ops
-from ..custom_ops.products import in_order, multiply
+from ..ops.layer import linear_ops
+from ..ops.product.products import in_order, multiply
 from ..torch_internals import KEEPS_RESULT, VIEWS, dispatch_modes
 from . import prologue
 from .call import Call, Layer, Made, bias_gradient, keys_of_gradient

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..custom_ops.library import outside_graphs
+from ..ops.library import outside_graphs
 
 Run = Callable[..., Tensor]
 

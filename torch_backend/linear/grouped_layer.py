@@ -5,7 +5,7 @@
     wgrad     dw[g]         = g^T x, of group g
 
 The groups' ends are a tensor on x's device, which the host never reads where the device multiplies all groups at once
-(`custom_ops/grouped_ops`). The layout of the groups is saved before x columnwise. Ranks that share the layer hold experts of
+(`ops/groups/grouped_ops`). The layout of the groups is saved before x columnwise. Ranks that share the layer hold experts of
 their own; experts that several ranks share are a `parallel_layer`.
 """
 
@@ -23,9 +23,9 @@ from torch import Tensor
 from blockfp.definition.bits import INFINITY
 from blockfp.recipes import HIGH_PRECISION
 
-from ..custom_ops import grouped_ops
-from ..custom_ops.coded_rows import Codes
-from ..custom_ops.library import runs_now
+from ..ops.groups import grouped_ops
+from ..ops.groups.coded_rows import Codes
+from ..ops.library import runs_now
 from ..quantized_tensor.own_ops import experts_parts
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..torch_internals import dispatch_modes

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..custom_ops.activations import activate, gate_and_up
+from ..ops.layer.activations import activate, gate_and_up
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..torch_internals import apply_of
 from . import prologue

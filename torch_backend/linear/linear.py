@@ -14,12 +14,12 @@ from blockfp.definition.rounding import Key
 from blockfp.kernels import switch
 from blockfp.recipes import Compute, Recipe
 
-from ..custom_ops import library
-from ..custom_ops.activations import Gating
-from ..custom_ops.library import is_real
-from ..custom_ops.products import comes_aligned
-from ..custom_ops.quantize_plans import NEITHER, kept, part_count
-from ..custom_ops.shared_casts import Casts
+from ..ops import library
+from ..ops.layer.activations import Gating
+from ..ops.library import is_real
+from ..ops.product.products import comes_aligned
+from ..ops.quantize.quantize_plans import NEITHER, kept, part_count
+from ..ops.quantize.shared_casts import Casts
 from ..quantized_tensor import sharding
 from ..quantized_tensor.quantize import key_tensor
 from ..quantized_tensor.refusals import jit_refusal

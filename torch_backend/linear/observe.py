@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from blockfp.recipes import HIGH_PRECISION, Cast
 
-from ..custom_ops.operand_ops import FIGURES, Directions, quantization_figures, quantize_operand
+from ..ops.quantize.operand_ops import FIGURES, Directions, quantization_figures, quantize_operand
 from ..torch_internals import mark_static_address, uncounted
 from .oscillations import Flips, Oscillation, has_codes
 from .scale_watch import RecipeLayer

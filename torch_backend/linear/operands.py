@@ -16,11 +16,11 @@ from blockfp.formats import Format
 from blockfp.recipes import HIGH_PRECISION, Cast
 from blockfp.sharding.plans import Operand
 
-from ..custom_ops import part_ops
-from ..custom_ops.collectives import following, max_reduce
-from ..custom_ops.operand_ops import Directions, part_count, quantize_operand, tensor_amax
-from ..custom_ops.products import Matrix, in_order
-from ..custom_ops.quantize_plans import NEITHER, Aligned
+from ..ops.collectives import following, max_reduce
+from ..ops.product.products import Matrix, in_order
+from ..ops.quantize import part_ops
+from ..ops.quantize.operand_ops import Directions, part_count, quantize_operand, tensor_amax
+from ..ops.quantize.quantize_plans import NEITHER, Aligned
 from ..sharded.gather import gather, join, padded, start
 from ..sharded.quantize import Direction, quantize_operand_shard
 from ..sharded.rank_plan import RankPlan, TensorParallelShard

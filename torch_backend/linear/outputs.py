@@ -21,7 +21,7 @@ from torch import Tensor
 from blockfp.definition import layout
 from blockfp.formats import Format
 
-from ..custom_ops import dequantize_plans
+from ..ops import dequantize_plans
 from ..sharded.rank_plan import TensorParallelShard
 from ..torch_internals import functional_collectives as collectives
 

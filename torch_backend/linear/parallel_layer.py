@@ -30,8 +30,8 @@ from torch import Tensor
 
 from blockfp.recipes import HIGH_PRECISION, Product, Recipe
 
-from ..custom_ops.collectives import max_reduce_together
-from ..custom_ops.products import Matrix, multiply
+from ..ops.collectives import max_reduce_together
+from ..ops.product.products import Matrix, multiply
 from ..sharded.rank_plan import TensorParallelShard
 from ..sharded.reduce_scatter import tree_reduce
 from . import outputs, pieces

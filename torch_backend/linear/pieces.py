@@ -24,7 +24,7 @@ from blockfp.definition.recipe import DIRECTIONS, OPERANDS
 from blockfp.formats import WHOLE_ROW, Format
 from blockfp.recipes import Product, Recipe
 
-from ..custom_ops.products import Matrix, multiply
+from ..ops.product.products import Matrix, multiply
 from ..quantized_tensor.sharding import from_local, mesh_of, to_local
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..sharded.reduce_scatter import tree_sum

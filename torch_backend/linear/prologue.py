@@ -4,7 +4,7 @@
     backward  da = g w,  dw = g^T a,   d_gate, d_up from da, gate and up
 
 The layer saves gate and up, which autograd keeps for the activation anyway. The columnwise codes of a are made again in the
-backward, of gate and up; but for NVFP4's in eager code. `custom_ops.activations` has a row for each activation.
+backward, of gate and up; but for NVFP4's in eager code. `ops.layer.activations` has a row for each activation.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
 
-from ..custom_ops import gated_ops
-from ..custom_ops.activations import Gating, activate, gate_and_up, gradients, joined
-from ..custom_ops.library import runs_now
-from ..custom_ops.products import Matrix
-from ..custom_ops.quantize_plans import Aligned, part_count
+from ..ops.layer import gated_ops
+from ..ops.layer.activations import Gating, activate, gate_and_up, gradients, joined
+from ..ops.library import runs_now
+from ..ops.product.products import Matrix
+from ..ops.quantize.quantize_plans import Aligned, part_count
 from ..quantized_tensor.tensor import DTYPES
 from ..torch_internals import functorch_is_active, jit_traces
 from .call import Call

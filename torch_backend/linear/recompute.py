@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from ..custom_ops import grouped_ops
-from ..custom_ops.products import product, weight_product
+from ..ops.groups import grouped_ops
+from ..ops.product.products import product, weight_product
 from ..torch_internals import TorchDispatchMode
 from ..torch_internals import functional_collectives as collectives
 

@@ -27,7 +27,7 @@ from blockfp.definition import rotation
 from blockfp.formats import Format
 from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
 
-from ..custom_ops import dequantize_plans
+from ..ops import dequantize_plans
 from ..torch_internals import DelayedError, current_graph_task
 from .call import Call, bias_gradient, groups_of, keys_of_gradient
 from .delayed import multiplier

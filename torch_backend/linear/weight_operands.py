@@ -8,8 +8,8 @@ from torch import Tensor
 from blockfp.formats import Format
 from blockfp.recipes import HIGH_PRECISION, Cast
 
-from ..custom_ops.operand_ops import quantize_operand
-from ..custom_ops.products import Matrix
+from ..ops.product.products import Matrix
+from ..ops.quantize.operand_ops import quantize_operand
 from ..sharded.rank_plan import ROWS, TensorParallelShard
 from .operands import Scaling, quantized
 from .parallel import Parallel

@@ -14,9 +14,9 @@ from blockfp.formats import Format
 
 from ..linear.parallel import Style
 from ..quantized_tensor.sharding import mesh_of
+from .blocks import LayerNormLinear, LayerNormMLP, TransformerLayer
 from .cutting import Cutter
 from .experts import Experts
-from .layernorm_mlp import LayerNormLinear, LayerNormMLP, TransformerLayer
 from .multihead_attention import MultiheadAttention
 from .quantized_layer import QuantizedLayer
 from .shared_products import SHARED_NORMS

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from blockfp.formats import Format
 from blockfp.recipes import Compute, Recipe
 
-from ..custom_ops.shared_casts import running
 from ..linear.linear import apply
+from ..ops.quantize.shared_casts import running
 from ..quantized_tensor import sharding
 from ..quantized_tensor.quantize import quantize
 from ..quantized_tensor.sharding import from_local

@@ -25,9 +25,10 @@ from blockfp.definition.oscillation import OsciReset
 from blockfp.definition.rounding import Key, key_words
 from blockfp.kernels.step_table import Table
 
-from ..custom_ops import cuda, cuda_adamw
-from ..custom_ops.kernels import kernels_for
-from ..custom_ops.library import outside_graphs
+from ..ops import cuda
+from ..ops.kernels import kernels_for
+from ..ops.library import outside_graphs
+from ..ops.optimizer import cuda_steps
 from ..quantized_tensor import agreement, sharding
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from ..torch_internals import foreach_add_, version_of
@@ -242,7 +243,7 @@ class _Adam(Optimizer):
             return False
         unscale = 1.0 if scale is None else 1.0 / scale.item()
         lr = lr.item() if isinstance(lr, Tensor) else lr
-        numbers = cuda_adamw.count_steps(steps) if kernels_for(todo[0].gradient) is cuda else None
+        numbers = cuda_steps.count_steps(steps) if kernels_for(todo[0].gradient) is cuda else None
         if numbers is None:
             foreach_add_(steps, 1)
             numbers = [int(step.item()) for step in steps]

@@ -24,7 +24,7 @@ from blockfp.formats import Format
 from blockfp.kernels import step_table
 from blockfp.sharding.placement import Mesh, Placement, Shard, Sharding, StridedShard, from_dtensor
 
-from ..custom_ops.library import name_of
+from ..ops.library import name_of
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..weights.cast_weight import CastWeight

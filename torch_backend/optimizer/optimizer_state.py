@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 from blockfp.definition import adamw, bits, numerics
 from blockfp.definition.adamw import MOMENT_FORMAT
 
-from ..custom_ops import cuda
-from ..custom_ops.kernels import kernels_for
+from ..ops import cuda
+from ..ops.kernels import kernels_for
 from ..quantized_tensor import sharding
 from ..quantized_tensor.sharding import placed
 from ..quantized_tensor.tensor import QuantizedTensor

@@ -26,9 +26,10 @@ from blockfp.definition.adamw import FIRST, WEIGHT, Coefficients
 from blockfp.kernels import step_table
 from blockfp.kernels.step_table import Table
 
-from ..custom_ops import cuda, cuda_adamw
-from ..custom_ops.collectives import max_reduce
-from ..custom_ops.kernels import kernels_for
+from ..ops import cuda
+from ..ops.collectives import max_reduce
+from ..ops.kernels import kernels_for
+from ..ops.optimizer import cuda_steps
 from ..quantized_tensor.geometry import Geometry
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..weights.requantize import check_writable, requantize_
@@ -125,19 +126,19 @@ def _by_kernels(kernels: Any, todo: list[LocalParameter], table: Any, whole_step
             if one.two_passes:
                 waiting.setdefault(one.reduced_over, []).append(place)
     if not waiting:
-        (cuda_adamw if kernels is cuda else kernels).adamw(table, on)
+        (cuda_steps if kernels is cuda else kernels).adamw(table, on)
         return
     places = list(chain.from_iterable(waiting.values()))
     codes = step_table.second_pass(table, places, [todo[place].tensor_scale_address for place in places])
     amaxes = torch.zeros(len(places), dtype=torch.int32, device=on.device)
     step_table.point_to_amaxes(table, places, amaxes.data_ptr(), known=False)
-    cuda_adamw.adamw(table, on)
+    cuda_steps.adamw(table, on)
     parts = amaxes.split([len(some) for some in waiting.values()])
     for groups, part in zip(waiting, parts, strict=True):
         if groups:
             part.copy_(max_reduce(part, groups))
     step_table.point_to_amaxes(codes, range(len(places)), amaxes.data_ptr(), known=True)
-    cuda_adamw.adamw_codes(codes, on)
+    cuda_steps.adamw_codes(codes, on)
 
 
 def _filled(
@@ -155,7 +156,7 @@ def _filled(
         while True:
             table = _table(todo, key, tables, device)
             try:
-                addresses, misfit = cuda_adamw.addresses(flat, table.expected)
+                addresses, misfit = cuda_steps.addresses(flat, table.expected)
             except Exception:  # of a tensor without memory, such as one on meta
                 for one, own in zip(todo, arrays, strict=True):
                     one.addresses(own)

@@ -14,9 +14,9 @@ from blockfp.definition import layout
 from blockfp.formats import Format
 from blockfp.recipes import ByPath, Recipe
 
+from ..conversion.kinds import quantized_names
 from ..modules import model_names
 from ..modules.experts import Experts
-from ..modules.kinds import quantized_names
 from ..modules.model_names import optimizers_in, state_of
 from ..modules.quantized_layer import QuantizedLayer
 from ..modules.stateful_layer import StatefulLayer

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from blockfp.recipes import Recipe
 
-from ..custom_ops.collectives import max_reduce
+from ..ops.collectives import max_reduce
 from ..torch_internals import frame_above, fsdp_name, fsdp_param, fsdp_place, gathered_together, renew_fsdp_param
 from .sharding import local_of, mesh_of
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..custom_ops.library import DTYPES
+from ..ops.library import DTYPES
 from ..torch_internals import NO_TORCH_FUNCTION, forbid_pointer, make_wrapper_subclass
 from . import agreement
 from .refusals import FLAT, FLATTENERS, refused

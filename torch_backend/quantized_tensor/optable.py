@@ -18,7 +18,7 @@ from torch import Tensor
 
 from blockfp.definition import layout, numerics
 
-from ..custom_ops.library import DTYPES
+from ..ops.library import DTYPES
 from .bucket import flat
 from .dispatch import implements, run, viewing
 from .geometry import Base, Geometry

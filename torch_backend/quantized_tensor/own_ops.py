@@ -11,10 +11,13 @@ from torch import Tensor, nn
 
 from blockfp.formats import Format
 
-from ..custom_ops import dequantize_plans, grouped_ops, library, linear_ops, products
-from ..custom_ops.dequantize_plans import dequantize_parts
-from ..custom_ops.library import runs_now
-from ..custom_ops.products import Matrix
+from ..ops import dequantize_plans, library
+from ..ops.dequantize_plans import dequantize_parts
+from ..ops.groups import grouped_ops
+from ..ops.layer import linear_ops
+from ..ops.library import runs_now
+from ..ops.product import products
+from ..ops.product.products import Matrix
 from .dispatch import implements, run
 from .geometry import COPIED
 from .refusals import refused

@@ -11,8 +11,8 @@ from blockfp.definition import checks
 from blockfp.definition.rounding import Key, fold_in, key_words
 from blockfp.formats import Format
 
-from ..custom_ops import dequantize_plans
-from ..custom_ops.key_ops import signed
+from ..ops import dequantize_plans
+from ..ops.quantize.key_ops import signed
 from ..torch_internals import ddp_model, jit_traces
 from . import sharding
 from .refusals import jit_refusal

@@ -12,8 +12,8 @@ import blockfp
 from blockfp.definition import checks
 from blockfp.formats import Format
 
-from ..custom_ops import dequantize_plans, library
-from ..custom_ops.library import DTYPES
+from ..ops import dequantize_plans, library
+from ..ops.library import DTYPES
 from ..torch_internals import NO_TORCH_FUNCTION, forbid_pointer, make_wrapper_subclass
 from . import fsdp
 from .agreement import agree_before_gather

@@ -1,7 +1,7 @@
 """Quantizes shards of weights and of products' operands as parts of the whole: the plan's `Quantize`.
 
 Weights call the kernels directly, many together, and may be written in place. Operands go through custom ops, for compiled
-code, which also mark overflow (`custom_ops.overflow`).
+code, which also mark overflow (`ops.product.matrix`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from blockfp.definition.rounding import Key
 from blockfp.formats import Format
 from blockfp.recipes import Cast
 
-from ..custom_ops import cuda, part_ops
-from ..custom_ops.collectives import max_reduce_together
-from ..custom_ops.kernels import kernels_for
+from ..ops import cuda
+from ..ops.collectives import max_reduce_together
+from ..ops.kernels import kernels_for
+from ..ops.quantize import part_ops
 from .rank_plan import AXIS, COLUMNS, ROWS, Quantization, SharedBlocks, TensorParallelShard
 
 

@@ -27,9 +27,9 @@ from blockfp.definition.rounding import Key, key_words
 from blockfp.formats import Format
 from blockfp.sharding.reducing import SentPart, check_reduce_format, sent_layout, term_keys
 
-from ..custom_ops.dequantize_plans import dequantize_parts
-from ..custom_ops.kernels import kernels_for
-from ..custom_ops.quantize_plans import kept
+from ..ops.dequantize_plans import dequantize_parts
+from ..ops.kernels import kernels_for
+from ..ops.quantize.quantize_plans import kept
 from ..torch_internals import Reduced, frame_above, fsdp_name, fsdp_params, fsdp_place, reduced_together, shard_dim
 from ..torch_internals import functional_collectives as collectives
 

@@ -18,8 +18,8 @@ from blockfp.definition.checks import check_input
 from blockfp.formats import Format
 from blockfp.sharding.placement import Mesh, Shard, Sharding, StridedShard
 
-from ..custom_ops.kernels import kernels_for
-from ..custom_ops.library import name_of
+from ..ops.kernels import kernels_for
+from ..ops.library import name_of
 from ..quantized_tensor import fsdp
 from ..quantized_tensor.agreement import agree_before_gather
 from ..quantized_tensor.dispatch import viewing

@@ -12,7 +12,7 @@ from blockfp.definition import checks
 from blockfp.definition.numerics import Quantized
 from blockfp.definition.rounding import Key
 
-from ..custom_ops.library import name_of
+from ..ops.library import name_of
 from ..quantized_tensor import sharding
 from ..quantized_tensor.geometry import COPIED
 from ..quantized_tensor.tensor import QuantizedTensor

@@ -2,7 +2,7 @@
 //
 // The bits are those of PyTorch's eager operations on this device, each of which computes in fp32 and rounds to T. So the
 // expressions are written like PyTorch's and contracted alike. Whether they agree is tested at run time, over all values of a
-// gate (torch_backend/custom_ops/gated_kernels.py), because another PyTorch may compute differently.
+// gate (torch_backend/ops/layer/gated_kernels.py), because another PyTorch may compute differently.
 #pragma once
 
 #include <type_traits>

@@ -2,7 +2,7 @@
 
 from unittest import mock
 
-from blockfp.torch_backend.custom_ops import linear_ops
+from blockfp.torch_backend.ops.layer import linear_ops
 
 
 def casts_of(function, *arguments):

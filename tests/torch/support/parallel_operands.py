@@ -10,11 +10,11 @@ from functools import cache
 
 import threaded
 import torch
-from blockfp.torch_backend.custom_ops import linear_ops
-from blockfp.torch_backend.custom_ops.products import multiply, product_of
 from blockfp.torch_backend.linear import dense_layer, parallel_layer
 from blockfp.torch_backend.linear.linear import apply
 from blockfp.torch_backend.modules.cutting import part_of
+from blockfp.torch_backend.ops.layer import linear_ops
+from blockfp.torch_backend.ops.product.products import multiply, product_of
 from samples import sample
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

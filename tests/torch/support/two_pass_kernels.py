@@ -19,7 +19,7 @@ _BY_NUMBERS = {format_numbers(format): format for format in FORMATS if not one_p
 
 
 class Kernels:
-    """Stands where `custom_ops.cuda` and `cuda_adamw` do in the optimizer's step; counts its calls."""
+    """Stands where `ops.cuda` and `cuda_steps` do in the optimizer's step; counts its calls."""
 
     def __init__(self):
         self.calls, self.tables = [], []
@@ -74,7 +74,7 @@ def install(monkeypatch):
     """Puts them in the optimizer's step for the rest of a test, and returns them."""
     kernels = Kernels()
     monkeypatch.setattr(optimizer_step, "kernels_for", lambda x: kernels)
-    for module in ("cuda", "cuda_adamw"):
+    for module in ("cuda", "cuda_steps"):
         monkeypatch.setattr(optimizer_step, module, kernels)
     return kernels
 

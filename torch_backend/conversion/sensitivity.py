@@ -15,17 +15,17 @@ from blockfp import patterns
 from blockfp import recipes as known
 from blockfp.recipes import Cast, Recipe
 
-from ..custom_ops.operand_ops import FIGURES, quantization_figures, quantize_operand
 from ..linear.linear import linear
+from ..modules.experts import Experts
+from ..modules.linear import Linear, TransposedLinear
+from ..modules.model_names import named_modules
+from ..modules.quantized_layer import QuantizedLayer
+from ..ops.quantize.operand_ops import FIGURES, quantization_figures, quantize_operand
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..weights.cast_weight import CastWeight
 from .convert import convertible
-from .experts import Experts
 from .kinds import base_kind
-from .linear import Linear, TransposedLinear
-from .model_names import named_modules
-from .quantized_layer import QuantizedLayer
 from .sensitivity_table import LayerSensitivity, Sensitivity
 
 Loss = Callable[[nn.Module, Any], Tensor]

@@ -17,11 +17,12 @@ from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
 from blockfp.recipes import Cast
 
-from . import cuda_groups, part_ops
-from .dequantize_plans import dequantize_parts
-from .library import name_of
-from .operand_ops import quantize_operand
-from .products import Matrix
+from ..dequantize_plans import dequantize_parts
+from ..library import name_of
+from ..product.products import Matrix
+from ..quantize import part_ops
+from ..quantize.operand_ops import quantize_operand
+from . import cuda_groups
 
 
 class Codes(NamedTuple):

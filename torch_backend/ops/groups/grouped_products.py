@@ -19,9 +19,11 @@ from blockfp.formats import Format
 from blockfp.kernels import switch
 from blockfp.kernels.routes import HOPPER, Mode, exact_in_bfloat16, group_mode, why_groups_apart
 
-from . import cuda, cuda_groups, cuda_layouts
-from .dequantize_plans import dequantize_parts
-from .products import Matrix, on_codes
+from .. import cuda
+from ..dequantize_plans import dequantize_parts
+from ..product.products import Matrix, on_codes
+from ..quantize import cuda_layouts
+from . import cuda_groups
 
 _ALIGNED = 8  # elements of bfloat16 that grouped_mm's strides are multiples of
 

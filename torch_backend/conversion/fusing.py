@@ -9,22 +9,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..custom_ops.activations import Gating
+from ..modules.known_classes import SEQUENTIAL, DoesNotFit, MLPParts, Row, SharedInput, base_named, name_of, rows_of
+from ..modules.layer_calls import SharesInput, fused_product, sharing_class
+from ..modules.linear import Linear
+from ..modules.model_names import named_modules
+from ..modules.quantized_layer import QuantizedLayer
+from ..ops.layer.activations import Gating
 from .gated_mlp import FusedMLP, activation_of, fused_class
-from .gated_product import SharesInput, fused_product, sharing_class
-from .known_classes import (
-    SEQUENTIAL,
-    DoesNotFit,
-    MLPParts,
-    Row,
-    SharedInput,
-    base_named,
-    name_of,
-    rows_of,
-)
-from .linear import Linear
-from .model_names import named_modules
-from .quantized_layer import QuantizedLayer
 
 Fuse = Mapping[type[nn.Module] | str, Row]
 """Rows by class, or by the class's qualified name."""

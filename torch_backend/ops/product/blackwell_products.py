@@ -10,7 +10,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 from blockfp.definition import layout
 from blockfp.formats import Format
 
-from .library import view_codes, view_scales
+from ..library import view_codes, view_scales
 from .matrix import Matrix
 
 

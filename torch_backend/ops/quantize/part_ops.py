@@ -18,10 +18,10 @@ from blockfp.definition.numerics import Amax
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
 
-from . import kernels
-from .kernels import kernels_for
-from .library import define, empty_parts, fake, impl
-from .matrix import mark
+from .. import kernels
+from ..kernels import kernels_for
+from ..library import define, empty_parts, fake, impl
+from ..product.matrix import mark
 
 part_amaxes = define("part_amaxes(Tensor x, str format, bool columnwise, bool rotate, int[] origin) -> Tensor[]")
 part_members = define("part_members(Tensor x, str format, bool columnwise, bool rotate, int[] origin) -> Tensor")

@@ -12,8 +12,8 @@ from torch import Tensor
 from blockfp.definition.bits import INFINITY
 from blockfp.formats import FP8_E4M3, Format
 
-from .dequantize_plans import dequantize_parts
-from .kernels import kernels_for
+from ..dequantize_plans import dequantize_parts
+from ..kernels import kernels_for
 
 
 class Matrix(NamedTuple):

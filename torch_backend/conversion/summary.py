@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from blockfp.recipes import Recipe
 
+from ..modules.experts import Experts
+from ..modules.model_names import named_modules, optimizers_in, state_of
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import QuantizedTensor
-from .experts import Experts
 from .kinds import EMBEDDING, ROUTER, base_kind, bias_names, quantized_names, router_modules, weight_names, why_not
-from .model_names import named_modules, optimizers_in, state_of
 
 
 @dataclass(frozen=True)

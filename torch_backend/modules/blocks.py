@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from blockfp.recipes import Compute, Recipe
 
-from ..custom_ops.activations import Gating
-from .gated_product import gated_product
+from ..ops.layer.activations import Gating
+from .layer_calls import gated_product
 from .linear import Linear
 from .multihead_attention import MultiheadAttention
 from .quantized_layer import LayerOptions, Weights

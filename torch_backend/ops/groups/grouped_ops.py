@@ -32,7 +32,14 @@ from blockfp.kernels.routes import why_groups_apart
 from blockfp.kernels.switch import once
 from blockfp.recipes import HIGH_PRECISION, Cast
 
-from . import cuda, cuda_groups
+from .. import cuda
+from ..kernels import kernels_for
+from ..layer.linear_ops import recipe_of
+from ..library import define, fake, impl
+from ..product.products import Matrix, multiply_parts
+from ..quantize.operand_ops import Directions, quantize_operand
+from ..quantize.quantize_plans import NEITHER, Aligned, part_count
+from . import cuda_groups
 from .coded_rows import Codes
 from .grouped_products import (
     columns_come_aligned,
@@ -42,12 +49,6 @@ from .grouped_products import (
     why_apart,
     why_columns_apart,
 )
-from .kernels import kernels_for
-from .library import define, fake, impl
-from .linear_ops import recipe_of
-from .operand_ops import Directions, quantize_operand
-from .products import Matrix, multiply_parts
-from .quantize_plans import NEITHER, Aligned, part_count
 
 Rows = Tensor | Codes
 Note = Callable[[Tensor, Directions, Cast, Cast], None]

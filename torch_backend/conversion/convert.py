@@ -11,22 +11,13 @@ from torch import Tensor, nn
 from blockfp import patterns, recipes
 from blockfp.recipes import ByPath, Compute, Recipe
 
+from ..modules.experts import Experts
+from ..modules.model_names import named_modules
+from ..modules.quantized_layer import QuantizedLayer, Weights
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..weights.module_state import become, become_tensor
-from .experts import Experts
 from .fusing import Fuse, fused_classes
-from .kinds import (
-    Kind,
-    adapter_layers,
-    base_kind,
-    check_layer,
-    quantized_class,
-    quantized_names,
-    router_modules,
-    weight_names,
-)
-from .model_names import named_modules
-from .quantized_layer import QuantizedLayer, Weights
+from .kinds import Kind, adapter_layers, base_kind, check_layer, quantized_class, quantized_names, router_modules, weight_names
 from .summary import Summary, summary, tied_elsewhere
 
 Made = QuantizedLayer | Experts

@@ -22,13 +22,13 @@ from blockfp.kernels.calls import NEITHER, OperandCast, cuda_rotates
 from blockfp.kernels.calls import Pair as Aligned
 from blockfp.kernels.switch import kept
 
-from . import cuda, kernels
+from .. import cuda, kernels
+from ..kernels import kernels_for
+from ..library import name_of
+from ..product.matrix import mark, marker
 from .cuda_layouts import align_plans, aligned_behind
 from .cuda_reader import Read as Run
 from .cuda_reader import reader
-from .kernels import kernels_for
-from .library import name_of
-from .matrix import mark, marker
 
 _plans: dict[Any, Run] = switch.plans()
 

@@ -16,11 +16,11 @@ from blockfp.kernels import calls
 from blockfp.kernels.calls import OperandCast, cuda_rotates
 from blockfp.kernels.cuda_library import library
 
-from . import cuda
-from .cuda import check_beside, check_input_on_device
+from .. import cuda
+from ..cuda import check_beside, check_input_on_device
+from ..library import maker, name_of
+from ..product.matrix import marker
 from .cuda_layouts import align_parts, align_plans
-from .library import maker, name_of
-from .matrix import marker
 
 Read = Callable[..., list[Tensor]]
 """Quantizes operands of one kind: (x, amax, multiplier, keys) -> [row parts .., column parts .., amax?].

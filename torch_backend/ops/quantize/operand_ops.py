@@ -21,10 +21,10 @@ from blockfp.check.measure import saturated
 from blockfp.definition import layout, scaling
 from blockfp.formats import Format
 
-from . import kernels
+from .. import kernels
+from ..dequantize_plans import dequantize_parts
+from ..library import define, empty_parts, fake, impl
 from .cuda_layouts import empty_aligned
-from .dequantize_plans import dequantize_parts
-from .library import define, empty_parts, fake, impl
 from .quantize_plans import NEITHER, Aligned, part_count, quantize_matrix
 
 _op = define(

@@ -14,9 +14,9 @@ from blockfp.kernels import calls
 from blockfp.kernels.calls import NEITHER, OperandCast, Pair
 from blockfp.kernels.cuda_library import library
 
-from .cuda import carry_out, check_beside
-from .cuda_layouts import align
-from .library import name_of
+from ..cuda import carry_out, check_beside
+from ..library import name_of
+from ..quantize.cuda_layouts import align
 
 
 class GroupedParts(NamedTuple):

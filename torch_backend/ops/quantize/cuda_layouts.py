@@ -13,8 +13,8 @@ from blockfp.kernels import calls, switch
 from blockfp.kernels.calls import OperandCast
 from blockfp.kernels.cuda_library import library
 
-from .cuda import check_beside
-from .library import maker
+from ..cuda import check_beside
+from ..library import maker
 
 Align = Callable[[Array, Array], tuple[Array, Array]]
 """Aligns (codes, scales)."""

@@ -31,10 +31,11 @@ from blockfp.kernels import cuda_library, switch
 from blockfp.kernels.products import plan
 from blockfp.kernels.routes import Route, route
 
-from . import cuda, cuda_layouts, kernels
+from .. import cuda, kernels
+from ..dequantize_plans import plan_of
+from ..library import define, fake, impl, maker, name_of
+from ..quantize import cuda_layouts
 from .blackwell_products import BLACKWELL
-from .dequantize_plans import plan_of
-from .library import define, fake, impl, maker, name_of
 from .matrix import Matrix
 
 product = define(

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from blockfp.definition.rounding import COLUMNWISE, ROWWISE, fold_in, gradient_key
 
-from ..torch_internals import uncounted
-from . import cuda
-from .kernels import kernels_for
-from .library import define, fake, impl, runs_now
+from ...torch_internals import uncounted
+from .. import cuda
+from ..kernels import kernels_for
+from ..library import define, fake, impl, runs_now
 
 _op = define("gradient_keys(Tensor key, Tensor? step, int[] folds, int groups) -> Tensor")
 

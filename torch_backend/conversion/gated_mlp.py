@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from blockfp.kernels.switch import once
 
-from ..custom_ops.activations import Activation, Gating, activate
-from .gated_product import fused_product, sharing
-from .known_classes import FUNCTIONS, GELU, SILU, Derived, DoesNotFit, MLPParts, check_own_forward, derive, watched
+from ..modules.known_classes import FUNCTIONS, GELU, SILU, Derived, DoesNotFit, MLPParts, check_own_forward, derive, watched
+from ..modules.layer_calls import fused_product, sharing
+from ..ops.layer.activations import Activation, Gating, activate
 
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 _RELU = "F.relu("

@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..custom_ops.activations import Gating
 from ..experts.dispatch import combine
 from ..linear.prologue import activation
-from .experts import Experts
+from ..modules.experts import Experts
+from ..modules.known_classes import TITAN_EXPERTS, TRANSFORMERS_MOE, base_named, module_of
+from ..ops.layer.activations import Gating
 from .gated_mlp import activation_of
-from .known_classes import TITAN_EXPERTS, TRANSFORMERS_MOE, base_named, module_of
 
 
 class TransformersExperts(Experts):

@@ -24,10 +24,10 @@ from blockfp.formats import Format
 from blockfp.kernels import switch
 from blockfp.recipes import Recipe
 
-from .library import define, fake, impl
-from .products import Matrix, Product, comes_aligned, in_order, product_of
-from .quantize_plans import Aligned, Run, kept, plan_of, quantize_matrix
-from .shared_casts import Casts
+from ..library import define, fake, impl
+from ..product.products import Matrix, Product, comes_aligned, in_order, product_of
+from ..quantize.quantize_plans import Aligned, Run, kept, plan_of, quantize_matrix
+from ..quantize.shared_casts import Casts
 
 linear_backward = define(
     "linear_backward(Tensor gradient, Tensor[] x, Tensor? weight, Tensor? scales, Tensor? tensor_scale, Tensor? amax, "

@@ -15,10 +15,10 @@ from torch import Tensor
 from blockfp.kernels.calls import OperandCast
 from blockfp.kernels.cuda_library import library
 
-from . import cuda
+from .. import cuda
+from ..kernels import kernels_for
+from ..quantize.cuda_reader import Read, made_reader
 from .activations import ROWS, activate, gradients
-from .cuda_reader import Read, made_reader
-from .kernels import kernels_for
 
 _agreed: dict[Any, bool] = {}
 """Whether the kernels match PyTorch, by device, dtype, activation and presence of an up."""

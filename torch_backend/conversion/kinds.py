@@ -13,12 +13,12 @@ from torch.nn.utils import parametrize
 
 from blockfp.kernels.switch import once
 
+from ..modules.experts import OWN, PRODUCT, Experts
+from ..modules.known_classes import CONV1D, LINEAR, PEFT_LAYER, TITAN_ROUTER, Derived, base_named, derive, forward_of
+from ..modules.linear import Linear, TransposedLinear
+from ..modules.quantized_layer import QuantizedLayer
 from ..weights.module_state import check_free
-from .experts import OWN, PRODUCT, Experts
 from .experts_kinds import KINDS, experts_kind
-from .known_classes import CONV1D, LINEAR, PEFT_LAYER, TITAN_ROUTER, Derived, base_named, derive, forward_of
-from .linear import Linear, TransposedLinear
-from .quantized_layer import QuantizedLayer
 
 Kind = type[Linear] | type[TransposedLinear] | type[Experts]
 """The class that a layer becomes."""

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from blockfp.kernels.switch import once
 
-from ..custom_ops.activations import Gating
-from ..custom_ops.shared_casts import SharedCasts
 from ..linear.linear import apply
 from ..linear.pieces import in_pieces
 from ..linear.prologue import activation, takes
+from ..ops.layer.activations import Gating
+from ..ops.quantize.shared_casts import SharedCasts
 from .known_classes import LINEAR, Derived, DoesNotFit, SharedInput, check_own_forward, derive, forward_of, watched
 from .linear import Linear
 from .quantized_layer import QuantizedLayer

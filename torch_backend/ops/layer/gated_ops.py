@@ -19,12 +19,12 @@ from blockfp.formats import Format
 from blockfp.kernels import switch
 from blockfp.kernels.calls import NEITHER, OperandCast, Pair
 
+from ..kernels import kernels_for
+from ..library import define, fake, impl
+from ..quantize.operand_ops import empty_directions
+from ..quantize.quantize_plans import of_format, quantize_matrix
 from . import gated_kernels
 from .activations import activate, gate_and_up, gradients, joined
-from .kernels import kernels_for
-from .library import define, fake, impl
-from .operand_ops import empty_directions
-from .quantize_plans import of_format, quantize_matrix
 
 quantize_op = define(
     "quantize_gated(Tensor gate, Tensor? up, str activation, str layout, str? row, str? column, Tensor? amax=None, "

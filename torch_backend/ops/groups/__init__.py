@@ -1,0 +1,1 @@
+"""Casts and products of rows in groups."""

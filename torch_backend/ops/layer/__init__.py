@@ -1,0 +1,1 @@
+"""Forward and backward of a dense layer, and of an activation before it."""

@@ -1,0 +1,1 @@
+"""The CUDA library's optimizer steps and updates of scales."""

@@ -1,0 +1,1 @@
+"""Products of operands, on codes or on values."""

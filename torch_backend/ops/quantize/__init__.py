@@ -1,0 +1,1 @@
+"""Plans and ops that quantize operands, in one direction or both."""
