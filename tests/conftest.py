@@ -45,7 +45,7 @@ def pytest_runtest_setup():
     for name in ("linear.operand_plans", "optimizer.adamw"):
         if (told := sys.modules.get(f"blockfp.torch_backend.{name}")) is not None:
             told._told.clear()
-    if (plans := sys.modules.get("blockfp.torch_backend.linear.operand_plans")) is not None:
+    if (plans := sys.modules.get("blockfp.torch_backend.linear.tensor_parallel.operand_plans")) is not None:
         plans._rank_plan.cache_clear()
 
 

@@ -134,7 +134,7 @@ def _quantize(
     scales = call.arrays["scales"]
     fields = {} if amax is None else _given(amax, scales[0] if scales else (), format)
     found = _carry_out(call, arrays, arrays.lend(x), **fields, **kept)
-    return Quantized(*(found[name] for name in calls.PARTS))
+    return Quantized(found["codes"], found["scales"], found["tensor_scale"])
 
 
 def requantize(

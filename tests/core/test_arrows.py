@@ -34,8 +34,8 @@ TORCH = (
     "linear",
     "experts",
     "modules",
-    "optimizer",
     "conversion",
+    "optimizer",
     "check",
     "checkpoint",
 )

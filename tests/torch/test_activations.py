@@ -7,7 +7,7 @@ import pytest
 import threaded
 import torch
 import torch.distributed as dist
-from blockfp.torch_backend.linear.operand_plans import operand_plan
+from blockfp.torch_backend.linear.tensor_parallel.operand_plans import operand_plan
 from blockfp.torch_backend.sharded.gather import gather
 from blockfp.torch_backend.sharded.quantize import Direction, quantize_operand_shard
 from blockfp.torch_backend.sharded.rank_plan import COLUMNS, ROWS, TensorParallelShard

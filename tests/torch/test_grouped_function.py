@@ -8,7 +8,7 @@ import torch._dynamo.testing
 from arrays import values
 from blockfp.torch_backend.linear import linear as linear_module
 from blockfp.torch_backend.linear.linear import call_of
-from blockfp.torch_backend.linear.parallel_layer import ParallelLayer
+from blockfp.torch_backend.linear.tensor_parallel.parallel_layer import ParallelLayer
 from same_tensors import assert_equal
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint

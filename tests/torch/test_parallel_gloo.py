@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch._dynamo.utils
 from arrays import values
-from blockfp.torch_backend.linear import parallel_layer
+from blockfp.torch_backend.linear.tensor_parallel import parallel_layer
 from blockfp.torch_backend.ops.product.products import multiply
 from blockfp.torch_backend.quantized_tensor.sharding import local_of
 from parallel_operands import (

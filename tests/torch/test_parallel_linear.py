@@ -7,8 +7,8 @@ import pytest
 import threaded
 import torch
 import torch.distributed as dist
-from blockfp.torch_backend.linear import outputs
-from blockfp.torch_backend.linear.parallel import Parallel
+from blockfp.torch_backend.linear.tensor_parallel import outputs
+from blockfp.torch_backend.linear.tensor_parallel.parallel import Parallel
 from blockfp.torch_backend.modules.cutting import part_of
 from blockfp.torch_backend.sharded.rank_plan import ROWS, TensorParallelShard
 from parallel_operands import (

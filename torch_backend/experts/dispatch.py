@@ -24,7 +24,7 @@ from blockfp.recipes import Cast, Recipe
 from blockfp.sharding.dispatching import check_rows
 
 from ..linear.linear import LinearState
-from ..linear.parallel import Parallel
+from ..linear.tensor_parallel.parallel import Parallel
 from ..ops.library import outside_graphs
 from ..ops.quantize.key_ops import gradient_keys
 from ..quantized_tensor.quantize import key_tensor

@@ -13,7 +13,7 @@ from torch import Tensor
 from blockfp.recipes import Recipe
 
 from ..linear.linear import LinearState, call_of, run_call
-from ..linear.parallel import Parallel
+from ..linear.tensor_parallel.parallel import Parallel
 from ..quantized_tensor.tensor import QuantizedTensor
 
 

@@ -17,7 +17,7 @@ from blockfp.recipes import Recipe
 from ..ops.layer.activations import Gating
 from ..ops.quantize.key_ops import gradient_keys
 from ..ops.quantize.quantize_plans import Aligned
-from .parallel import Parallel
+from .tensor_parallel.parallel import Parallel
 
 Made = tuple[Tensor, list[Tensor], Sequence[Tensor], Sequence[Tensor]]
 """The results of a layer's forward: y, the parts of x and of the weight for the backward, and the weight's values if its parts
@@ -54,7 +54,7 @@ class Layer(ABC):
     @staticmethod
     @abstractmethod
     def backward(
-        ctx: Any, gradient: Tensor, kept: list[Tensor], parts: list[Any], points: list[Any]
+        ctx: Any, gradient: Tensor, kept: list[Tensor], parts: list[Any], points: list[Any], compiled: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Returns the gradients of x, weight and bias that the call needs.
 
@@ -63,6 +63,7 @@ class Layer(ABC):
             gradient: of y, [tokens, out].
             kept, parts: what the forward returned; `kept` may be emptied.
             points: the inputs of the prologue.
+            compiled: whether a compiler traces the backward.
         """
 
     @staticmethod

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from blockfp.recipes import HIGH_PRECISION
@@ -114,7 +113,7 @@ class DenseLayer(Layer):
 
     @staticmethod
     def backward(
-        ctx: Any, gradient: Tensor, kept: list[Tensor], parts: list[Any], points: list[Any]
+        ctx: Any, gradient: Tensor, kept: list[Tensor], parts: list[Any], points: list[Any], compiled: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         call: Call = ctx.call
         recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs
@@ -133,7 +132,7 @@ class DenseLayer(Layer):
             if given is not None and not call.has_scales:
                 given = multiplier(gradient, given, call, "gradient")
             amax = None
-            if torch.compiler.is_compiling():
+            if compiled:
                 plain = keys is None and (column is None or not column.rotate)
                 amax = amax_where_compiled(gradient, *formats, plain, given)
             weight = parts.pop() if parts else None

@@ -73,7 +73,7 @@ class GroupedLayer(Layer):
         now = coded or ctx.observed is not None or (call.direct and not dispatch_modes())
         arguments: Any = (*_taken_apart(w.parts, call, now), offs, bias, given, recipe.text, call.needs[1])
         if now:
-            note = _note(ctx.observed, "input")
+            note = None if ctx.observed is None else partial(observe_operand, ctx.observed, "input")
             y, words, *kept = grouped_ops.forward_now(_codes(x) if coded else x, *arguments, ends=ends, note=note)
         elif call.traced:
             y, words, *kept = grouped_ops.forward_apart(x, *arguments, again=apart(x))
@@ -99,7 +99,7 @@ class GroupedLayer(Layer):
 
     @staticmethod
     def backward(
-        ctx: Any, gradient: Tensor, kept: list[Tensor], parts: list[Any], points: list[Any]
+        ctx: Any, gradient: Tensor, kept: list[Tensor], parts: list[Any], points: list[Any], compiled: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         call: Call = ctx.call
         recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs
@@ -113,7 +113,8 @@ class GroupedLayer(Layer):
             offs = words[: ctx.shape[0]]
             given = multiplier(gradient, ctx.scale, call, "gradient", offs=offs, group=_group_of(call))
         now = coded or ctx.coded is not None or ctx.observed is not None or (call.direct and runs_now(gradient))
-        known = {"ends": ctx.ends, "note": _note(ctx.observed, "gradient")} if now else {}
+        note = None if ctx.observed is None else partial(observe_operand, ctx.observed, "gradient")
+        known = {"ends": ctx.ends, "note": note} if now else {}
         found = (grouped_ops.backward_now if now else grouped_ops.backward)(
             _codes(gradient) if coded else gradient,
             words,
@@ -156,11 +157,6 @@ class GroupedLayer(Layer):
 
 def _codes(x: QuantizedTensor) -> Codes:
     return Codes(x.parts, x.format, x.shape[1], x.dtype)
-
-
-def _note(observed: Tensor | None, operand: str) -> Any:
-    """Returns the function that measures each group's operands, or None."""
-    return None if observed is None else partial(observe_operand, observed, operand)
 
 
 def _taken_apart(parts: Sequence[Tensor], call: Call, now: bool) -> Sequence[Tensor | None]:

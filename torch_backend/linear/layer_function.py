@@ -99,7 +99,7 @@ class LayerFunction(torch.autograd.Function):
         if not compiled:
             # From here on each copy lives until its product is done.
             ctx.maybe_clear_saved_tensors()
-        d_x, d_weight, d_bias = call.layer.backward(ctx, gradient, kept, parts, points)
+        d_x, d_weight, d_bias = call.layer.backward(ctx, gradient, kept, parts, points, compiled)
         d_up = None
         if call.prologue is not None and d_x is not None:
             d_x, d_up = prologue.backward(ctx, d_x, *points)

@@ -30,8 +30,8 @@ from .dense_layer import DenseLayer
 from .functional import transformed
 from .grouped_layer import GroupedLayer, counts_of
 from .layer_function import NO_STATE, LayerFunction, run_layer
-from .parallel import Parallel
-from .parallel_layer import ParallelLayer
+from .tensor_parallel.parallel import Parallel
+from .tensor_parallel.parallel_layer import ParallelLayer
 
 
 class LinearState(NamedTuple):

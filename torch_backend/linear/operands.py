@@ -27,7 +27,7 @@ from ..sharded.rank_plan import RankPlan, TensorParallelShard
 from .call import Call, groups_of
 from .delayed import record
 from .observe import observe_operand, observe_parts
-from .operand_plans import operand_plan
+from .tensor_parallel.operand_plans import operand_plan
 
 
 class Scaling(NamedTuple):

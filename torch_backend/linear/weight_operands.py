@@ -12,7 +12,7 @@ from ..ops.product.products import Matrix
 from ..ops.quantize.operand_ops import quantize_operand
 from ..sharded.rank_plan import ROWS, TensorParallelShard
 from .operands import Scaling, quantized
-from .parallel import Parallel
+from .tensor_parallel.parallel import Parallel
 
 
 def weight_operand(weight: Tensor, stored: Format | None, cast: Cast, parallel: Parallel | None) -> Matrix:

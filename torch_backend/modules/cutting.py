@@ -21,8 +21,8 @@ from blockfp.sharding.placement import Mesh, Shard, Sharding
 from blockfp.sharding.reducing import check_reduce_format
 
 from ..experts.dispatch import check_recipe
-from ..linear.parallel import Parallel, Style
-from ..linear.pieces import check_pieces, check_splits
+from ..linear.tensor_parallel.parallel import Parallel, Style
+from ..linear.tensor_parallel.pieces import check_pieces, check_splits
 from ..quantized_tensor.geometry import Geometry
 from ..quantized_tensor.sharding import mesh_of
 from ..quantized_tensor.tensor import QuantizedTensor

@@ -16,7 +16,7 @@ from blockfp.recipes import Compute, Recipe
 from ..experts.dispatch import Received, send
 from ..experts.route import Group
 from ..linear.linear import apply
-from ..linear.parallel import Parallel
+from ..linear.tensor_parallel.parallel import Parallel
 from ..quantized_tensor.sharding import to_local
 from ..weights.module_state import InParts, RecipeState, keep_in_parts, part_properties
 from .quantized_layer import Weights, check_weights, made_weight, moving

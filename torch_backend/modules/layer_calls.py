@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from blockfp.kernels.switch import once
 
 from ..linear.linear import apply
-from ..linear.pieces import in_pieces
 from ..linear.prologue import activation, takes
+from ..linear.tensor_parallel.pieces import in_pieces
 from ..ops.layer.activations import Gating
 from ..ops.quantize.shared_casts import SharedCasts
 from .known_classes import LINEAR, Derived, DoesNotFit, SharedInput, check_own_forward, derive, forward_of, watched

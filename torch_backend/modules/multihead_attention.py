@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from blockfp.recipes import Compute, Recipe
 
-from ..linear.pieces import in_pieces
+from ..linear.tensor_parallel.pieces import in_pieces
 from ..quantized_tensor.sharding import from_local, mesh_of, to_local
 from .linear import Linear
 from .quantized_layer import LayerOptions, Weights

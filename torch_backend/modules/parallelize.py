@@ -12,7 +12,7 @@ from torch import nn
 
 from blockfp.formats import Format
 
-from ..linear.parallel import Style
+from ..linear.tensor_parallel.parallel import Style
 from ..quantized_tensor.sharding import mesh_of
 from .blocks import LayerNormLinear, LayerNormMLP, TransformerLayer
 from .cutting import Cutter

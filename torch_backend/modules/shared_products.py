@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from blockfp.recipes import Recipe
 
-from ..linear import outputs
 from ..linear.linear import LinearState, apply
-from ..linear.parallel import Parallel
+from ..linear.tensor_parallel import outputs
+from ..linear.tensor_parallel.parallel import Parallel
 from ..quantized_tensor.sharding import as_dtensor, check_mesh, from_local, mesh_of, to_local
 
 

@@ -18,9 +18,9 @@ from blockfp.recipes import Compute, Recipe
 
 from ..linear.delayed import update_layers
 from ..linear.linear import LinearState
-from ..linear.parallel import Parallel
 from ..linear.pipelines import keep_state
 from ..linear.scale_watch import RecipeLayer, note_sharded, unwatch, watch
+from ..linear.tensor_parallel.parallel import Parallel
 from ..quantized_tensor import sharding
 from ..quantized_tensor.quantize import copied_key, data_rank, random_key
 from ..torch_internals import local_tensor, mark_static_address

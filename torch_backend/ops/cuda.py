@@ -18,7 +18,7 @@ from blockfp.definition.numerics import Amax, Origin, Quantized
 from blockfp.definition.rounding import key_words
 from blockfp.formats import Format
 from blockfp.kernels import calls, switch
-from blockfp.kernels.calls import PARTS, PARTS_T, Call, OperandCast
+from blockfp.kernels.calls import Call, OperandCast
 from blockfp.kernels.cuda_library import library
 
 from .library import maker, name_of
@@ -73,10 +73,6 @@ def carry_out(call: Call, *inputs: Any, **given: Array | None) -> dict[str, Any]
         arrays[name] = inputs[0].new_empty(array[0], dtype=getattr(torch, array[1])) if found is None and array else found
     getattr(library(), call.function)(*inputs, *arrays.values(), *call.numbers.values())
     return arrays
-
-
-def _parts(arrays: dict[str, Any], names: Sequence[str] = PARTS) -> Quantized:
-    return Quantized(*(arrays[name] for name in names))
 
 
 def amax(x: Array, format: Format | str, *, origin: Origin = (0, 0)) -> Amax:
@@ -164,7 +160,8 @@ _NOTHING = Quantized(None, None, None)
 def _quantize(
     x, cast: OperandCast, key, nominal, origin: Origin, whole, given: Amax | None = None, out: Quantized = _NOTHING
 ) -> Both:
-    key, format, (height, width) = key_beside(key, x), cast.format, x.shape[-2:]
+    key, format, (height, width) = key_beside(key, x), cast.row or cast.column, x.shape[-2:]
+    assert format is not None
     place = {"origin": tuple(origin), "whole": None if whole is None else tuple(whole)}
     if format.per_row:
         return quantize_rows(x, cast, key, given, out, nominal=nominal, **place)
@@ -181,8 +178,10 @@ def _quantize(
     whole_amax = given and (given.blocks if format.per_tensor else given.tensor)
     tensor_amax = None if whole_amax is None else whole_amax.reshape(1)
     call = calls.quantize(tuple(x.shape), nominal or name_of(x.dtype), cast, mark=False, **place)
-    found = carry_out(call, stack_of(x), amax=tensor_amax, key=key, **out._asdict())
-    return Both(_parts(found), _parts(found, PARTS_T), found["amax"])
+    made = {"codes": out.codes, "scales": out.scales, "tensor_scale": out.tensor_scale}
+    found = carry_out(call, stack_of(x), amax=tensor_amax, key=key, **made)
+    row = Quantized(found["codes"], found["scales"], found["tensor_scale"])
+    return Both(row, Quantized(found["codes_t"], found["scales_t"], found["tensor_scale_t"]), found["amax"])
 
 
 def quantize_rows(
@@ -224,7 +223,8 @@ def _encode(
     )
     blocks, nan, tensor = (None if part is None else part.contiguous() for part in (given or (None,) * 3)[:3])
     amaxes = {"blocks": blocks, "nan": nan, "amax": tensor}
-    return _parts(carry_out(call, stack_of(x), key=key, **amaxes, **out._asdict(), **kept))
+    found = carry_out(call, stack_of(x), key=key, **amaxes, **out._asdict(), **kept)
+    return Quantized(found["codes"], found["scales"], found["tensor_scale"])
 
 
 def encode(

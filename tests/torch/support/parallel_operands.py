@@ -10,8 +10,9 @@ from functools import cache
 
 import threaded
 import torch
-from blockfp.torch_backend.linear import dense_layer, parallel_layer
+from blockfp.torch_backend.linear import dense_layer
 from blockfp.torch_backend.linear.linear import apply
+from blockfp.torch_backend.linear.tensor_parallel import parallel_layer
 from blockfp.torch_backend.modules.cutting import part_of
 from blockfp.torch_backend.ops.layer import linear_ops
 from blockfp.torch_backend.ops.product.products import multiply, product_of

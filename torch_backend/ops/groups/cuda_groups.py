@@ -64,22 +64,24 @@ def quantize_groups(
         )
         return GroupedParts(first.row, second.column, first.amaxes)
     given = None if multiplier is None else "multiplier"
-    cast = OperandCast(row, column, given, (row_keyed, column_keyed), rotate, eps, aligned)
-    cast = cast._replace(eps=eps_for(cast.format, eps))
+    format = row or column
+    assert format is not None
+    cast = OperandCast(row, column, given, (row_keyed, column_keyed), rotate, eps_for(format, eps), aligned)
     call = calls.quantize_groups(tuple(x.shape), name_of(x.dtype), cast, groups)
     scale = None if multiplier is None else multiplier.reshape(1)
     found = carry_out(call, x.detach(), words, keys=keys, amax=scale)
 
-    def direction(format: Format | None, suffix: str, length: int, wanted: bool) -> list[Tensor] | None:
+    apart, directions = call.function == "quantize_groups", []
+    for side, format in enumerate((row, column)):
         if format is None:
-            return None
-        parts = [found[name] for name in (f"{each}{suffix}" for each in calls.PARTS) if found.get(name) is not None]
-        if wanted and call.function == "quantize_groups":
-            return list(align(parts[0], parts[1], format, columns=length))
-        return parts or [found["stored_t"], found["stored_scales_t"]]
-
-    by_row = direction(row, "", x.shape[1], aligned[0])
-    return GroupedParts(by_row, direction(column, "_t", columns_for(x.shape[0], groups), aligned[1]), found.get("recorded"))
+            directions.append(None)
+            continue
+        parts = [found[name] for name in (calls.PARTS, calls.PARTS_T)[side] if found.get(name) is not None]
+        if aligned[side] and apart:
+            length = columns_for(x.shape[0], groups) if side else x.shape[1]
+            parts = list(align(parts[0], parts[1], format, columns=length))
+        directions.append(parts or [found["stored_t"], found["stored_scales_t"]])
+    return GroupedParts(*directions, found.get("recorded"))
 
 
 def sum_groups(x: Tensor, words: Tensor, groups: int) -> Tensor:

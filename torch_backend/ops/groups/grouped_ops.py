@@ -364,8 +364,8 @@ def _operands_at_once(
         return x.rows_at_once(count), columns, None
     column = column or HIGH_PRECISION
     found = quantized_at_once(x, words, count, row, column, multiplier, keys, eps, aligned)
-    rows, columns = Matrix(found.row or [x], row.format), Matrix(found.column or [x], column.format)
-    return rows._replace(aligned=aligned[0]), columns._replace(aligned=aligned[1]), found.amaxes
+    rows = Matrix(found.row or [x], row.format, aligned=aligned[0])
+    return rows, Matrix(found.column or [x], column.format, aligned=aligned[1]), found.amaxes
 
 
 # ---- one group after another

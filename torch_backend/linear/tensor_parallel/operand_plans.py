@@ -28,7 +28,7 @@ from blockfp.sharding import plans
 from blockfp.sharding.plans import Operand
 from blockfp.sharding.steps import Gather, Plan
 
-from ..sharded.rank_plan import COLUMNS, RankPlan, TensorParallelShard, rank_plan
+from ...sharded.rank_plan import COLUMNS, RankPlan, TensorParallelShard, rank_plan
 
 
 def operand_plan(

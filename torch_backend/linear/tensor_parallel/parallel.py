@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from blockfp.formats import Format
 
-from ..sharded.rank_plan import COLUMNS, ROWS, TensorParallelShard
+from ...sharded.rank_plan import COLUMNS, ROWS, TensorParallelShard
 
 Style = Literal["column", "row", "experts"]
 

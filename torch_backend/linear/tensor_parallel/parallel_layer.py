@@ -30,23 +30,16 @@ from torch import Tensor
 
 from blockfp.recipes import HIGH_PRECISION, Product, Recipe
 
-from ..ops.collectives import max_reduce_together
-from ..ops.product.products import Matrix, multiply
-from ..sharded.rank_plan import TensorParallelShard
-from ..sharded.reduce_scatter import tree_reduce
+from ...ops.collectives import max_reduce_together
+from ...ops.product.products import Matrix, multiply
+from ...sharded.rank_plan import TensorParallelShard
+from ...sharded.reduce_scatter import tree_reduce
+from ..call import Call, Layer, Made, bias_gradient, groups_of, keys_of_gradient
+from ..delayed import multiplier
+from ..operands import Scaling, gathered_gradient, gathered_input, kept_inputs, quantized, regathered_input
+from ..weight_operands import columnwise_weight, weight_operand
 from . import outputs, pieces
-from .call import Call, Layer, Made, bias_gradient, groups_of, keys_of_gradient
-from .delayed import multiplier
-from .operands import (
-    Scaling,
-    gathered_gradient,
-    gathered_input,
-    kept_inputs,
-    quantized,
-    regathered_input,
-)
 from .parallel import Parallel
-from .weight_operands import columnwise_weight, weight_operand
 
 
 class ParallelLayer(Layer):
@@ -104,7 +97,7 @@ class ParallelLayer(Layer):
 
     @staticmethod
     def backward(
-        ctx: Any, gradient: Tensor, kept: list[Tensor], parts: list[Any], points: list[Any]
+        ctx: Any, gradient: Tensor, kept: list[Tensor], parts: list[Any], points: list[Any], compiled: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         call: Call = ctx.call
         recipe, parallel, (needs_x, needs_weight, needs_bias) = call.recipe, call.parallel, call.needs

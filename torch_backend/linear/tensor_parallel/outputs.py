@@ -21,9 +21,9 @@ from torch import Tensor
 from blockfp.definition import layout
 from blockfp.formats import Format
 
-from ..ops import dequantize_plans
-from ..sharded.rank_plan import TensorParallelShard
-from ..torch_internals import functional_collectives as collectives
+from ...ops import dequantize_plans
+from ...sharded.rank_plan import TensorParallelShard
+from ...torch_internals import functional_collectives as collectives
 
 
 class PendingSum(NamedTuple):

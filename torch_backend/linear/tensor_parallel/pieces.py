@@ -24,10 +24,10 @@ from blockfp.definition.recipe import DIRECTIONS, OPERANDS
 from blockfp.formats import WHOLE_ROW, Format
 from blockfp.recipes import Product, Recipe
 
-from ..ops.product.products import Matrix, multiply
-from ..quantized_tensor.sharding import from_local, mesh_of, to_local
-from ..quantized_tensor.tensor import QuantizedTensor
-from ..sharded.reduce_scatter import tree_sum
+from ...ops.product.products import Matrix, multiply
+from ...quantized_tensor.sharding import from_local, mesh_of, to_local
+from ...quantized_tensor.tensor import QuantizedTensor
+from ...sharded.reduce_scatter import tree_sum
 from .parallel import Parallel
 
 Axis = Literal["rows", "columns", "contracted"]

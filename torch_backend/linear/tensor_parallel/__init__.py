@@ -1,0 +1,1 @@
+"""Layers whose products a tensor-parallel group shares."""
