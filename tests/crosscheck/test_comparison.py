@@ -83,8 +83,8 @@ def test_what_is_in_one_alone(path, tmp_path):
     other = report(tmp_path / "b", {"up": ARRAYS["up"]}, ("--format", "mxfp8_e4m3", "--backend", "numpy"))
     result = run("check", "--compare", path, other)
     assert result.exit_code == 1
-    assert "down: in A alone" in result.stdout
-    assert "up, nvfp4: in A alone" in result.stdout
+    assert "down: only in A" in result.stdout
+    assert "up, nvfp4: only in A" in result.stdout
     none = report(tmp_path / "c", {"other": ARRAYS["up"]})
     assert run("check", "--compare", path, none).exit_code == 2
 

@@ -246,7 +246,7 @@ def test_bad_use(tmp_path):
     out = tmp_path / "out.safetensors"
     for arguments, message in (
         ((tmp_path / "nowhere", out), "holds no checkpoint"),
-        ((tmp_path / "run", out, "--step", "7"), "has no checkpoint of step 7: there are 2"),
+        ((tmp_path / "run", out, "--step", "7"), "has no checkpoint of step 7, only 2"),
         ((tmp_path / "run", out, "--to", "onnx"), "--to onnx: must be one of"),
         ((tmp_path / "run", out, "--dtype", "float32"), "needs --to high-precision"),
         ((tmp_path / "run", out, "--to", "high-precision", "--dtype", "int8"), "must be float32, float16 or bfloat16"),
