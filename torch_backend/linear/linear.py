@@ -18,7 +18,7 @@ from ..ops import library
 from ..ops.layer.activations import Gating
 from ..ops.library import is_real
 from ..ops.product.products import comes_aligned
-from ..ops.quantize.quantize_plans import NEITHER, kept, part_count
+from ..ops.quantize.quantize_plans import NEITHER, part_count
 from ..ops.quantize.shared_casts import Casts
 from ..quantized_tensor import sharding
 from ..quantized_tensor.quantize import key_tensor
@@ -152,7 +152,7 @@ def apply(
         if call is None:
             call = call_of(_rows(x), weight, bias, recipe, state, key, grouped, shared, prologue)
             if known is not None:
-                kept(_calls, known, call)
+                switch.kept(_calls, known, call)
         if known is None or recipe.delayed is not None:
             casts = None
         if x.ndim > 2 and type(x) is Tensor and call.takes_axes and not dispatch_modes():
@@ -177,8 +177,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 # Calls whose arguments were checked, by all that the checks look at. A dictionary: compiled code calls no cache of functools.
-_calls: dict[Any, Call] = {}
-switch.when_turned(_calls.clear)
+_calls: dict[Any, Call] = switch.plans()
 
 wants_grad = Tensor.requires_grad.__get__  # pyright: ignore[reportAttributeAccessIssue]
 """Says whether a tensor wants a gradient, without a call of its class's own Python code."""

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from blockfp.definition.layout import packed_columns
 from blockfp.definition.rounding import Key, key_words
 from blockfp.formats import Format
+from blockfp.kernels import switch
 from blockfp.sharding.reducing import SentPart, check_reduce_format, sent_layout, term_keys
 
 from ..ops.dequantize_plans import dequantize_parts
 from ..ops.kernels import kernels_for
-from ..ops.quantize.quantize_plans import kept
 from ..torch_internals import Reduced, frame_above, fsdp_name, fsdp_params, fsdp_place, reduced_together, shard_dim
 from ..torch_internals import functional_collectives as collectives
 
@@ -150,7 +150,7 @@ class QuantizedReduceScatter:
             reductions = np.array(firsts) * _AT_ONCE + np.arange(_AT_ONCE)[:, None]
             table = torch.from_numpy(term_keys(self.key, numbers, reductions, rank))
             # So small a copy is staged at once; the host doesn't wait.
-            made = kept(self._tables, numbers, (firsts, table.to(device, non_blocking=True)))
+            made = switch.kept(self._tables, numbers, (firsts, table.to(device, non_blocking=True)))
         return [made[1][count % _AT_ONCE, i] for i, count in enumerate(counts)]
 
     def _number(self, param: Any) -> int:

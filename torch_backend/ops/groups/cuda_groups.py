@@ -81,7 +81,7 @@ def quantize_groups(
             length = columns_for(x.shape[0], groups) if side else x.shape[1]
             parts = list(align(parts[0], parts[1], format, columns=length))
         directions.append(parts or [found["stored_t"], found["stored_scales_t"]])
-    return GroupedParts(*directions, found.get("recorded"))
+    return GroupedParts(directions[0], directions[1], found.get("recorded"))
 
 
 def sum_groups(x: Tensor, words: Tensor, groups: int) -> Tensor:

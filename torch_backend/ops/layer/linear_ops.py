@@ -26,7 +26,7 @@ from blockfp.recipes import Recipe
 
 from ..library import define, fake, impl
 from ..product.products import Matrix, Product, comes_aligned, in_order, product_of
-from ..quantize.quantize_plans import Aligned, Run, kept, plan_of, quantize_matrix
+from ..quantize.quantize_plans import Aligned, Run, plan_of, quantize_matrix
 from ..quantize.shared_casts import Casts
 
 linear_backward = define(
@@ -36,7 +36,6 @@ linear_backward = define(
 )
 
 
-# Dictionaries: compiled code calls no cache of functools.
 _recipes: dict[str, Recipe] = {}
 
 
@@ -44,7 +43,7 @@ def recipe_of(casts: str) -> Recipe:
     """The recipe that a `Recipe.text` stands for, without name and delayed scaling."""
     recipe = _recipes.get(casts)
     if recipe is None:
-        recipe = kept(_recipes, casts, Recipe.of_text(casts))
+        recipe = switch.kept(_recipes, casts, Recipe.of_text(casts))
     return recipe
 
 
@@ -106,10 +105,8 @@ class _Backward(NamedTuple):
     multiply_rows: Product | None = None
 
 
-_forwards: dict[Any, _Forward] = {}
-_backwards: dict[Any, _Backward] = {}
-for _plans in (_forwards, _backwards):
-    switch.when_turned(_plans.clear)
+_forwards: dict[Any, _Forward] = switch.plans()
+_backwards: dict[Any, _Backward] = switch.plans()
 
 
 class Found(NamedTuple):
@@ -191,7 +188,7 @@ def forward(
         lengths = weight.shape[0], x.shape[1] if made_of is None else made_of[1]
         left = Matrix(a, row, aligned=aligned)
         multiply = product_of(left, Matrix(w, format, origin), *lengths, added, x.dtype, fast, exact)
-        kept(_forwards, key, plan._replace(multiply=multiply))
+        switch.kept(_forwards, key, plan._replace(multiply=multiply))
     y = multiply(a, w, bias)
     return [y, *made, *parts]
 
@@ -301,7 +298,7 @@ def backward(
             plan = plan._replace(multiply_rows=dgrad)
         d_x = dgrad(g, w, None)
     if plan is not first:
-        kept(_backwards, key, plan)
+        switch.kept(_backwards, key, plan)
     results = recorded if d_weight is None else [d_weight, *recorded]
     return results if d_x is None else [d_x, *results]
 

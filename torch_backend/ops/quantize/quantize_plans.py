@@ -20,7 +20,6 @@ from blockfp.formats import Format
 from blockfp.kernels import calls, native, switch
 from blockfp.kernels.calls import NEITHER, OperandCast, cuda_rotates
 from blockfp.kernels.calls import Pair as Aligned
-from blockfp.kernels.switch import kept
 
 from .. import cuda, kernels
 from ..kernels import kernels_for
@@ -50,7 +49,7 @@ def quantize_matrix(
     run = _plans.get(key)
     if run is None:
         known = (amax is not None, multiplier is not None)
-        run = kept(_plans, key, plan_of(x, row, column, *known, random, rotate, eps, aligned))
+        run = switch.kept(_plans, key, plan_of(x, row, column, *known, random, rotate, eps, aligned))
     return run(x, amax, multiplier, keys)
 
 
