@@ -1,6 +1,6 @@
 """The product of rows that are sorted by expert, where the rows or the gradient of the product may be codes already.
 
-It is a grouped layer (`linear.grouped_layer`). Codes are multiplied as they came (`ops.groups.coded_rows`).
+It is a grouped layer (`linear.grouped_layer`). Codes are multiplied as they came (`ops.groups.group_operands`).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from blockfp.definition.bits import INFINITY
 from blockfp.recipes import HIGH_PRECISION
 
 from ..ops.groups import grouped_ops
-from ..ops.groups.coded_rows import Codes
+from ..ops.groups.group_operands import Codes, group_operands
 from ..ops.library import runs_now
 from ..quantized_tensor.own_ops import experts_parts
 from ..quantized_tensor.tensor import QuantizedTensor
@@ -148,7 +148,7 @@ class GroupedLayer(Layer):
         tokens, features = gradient.shape[0], ctx.shape[-1]
         kept: Sequence[Tensor] = saved[: ctx.kept - 1]
         if format is not None:
-            kept = [part for one in grouped_ops.group_operands(kept, format, ends, tokens, features) for part in one.parts]
+            kept = [part for one in group_operands(kept, format, ends, tokens, features) for part in one.parts]
         return SimpleNamespace(
             **(vars(ctx) | {"kept": len(kept), "counts": [end - begin for begin, end in pairwise([0, *ends])]}),
             saved_tensors=[*kept, *saved[ctx.kept - 1 :]],

@@ -16,7 +16,7 @@ all groups; then the host waits for the ends, and a warning says so, once.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -25,22 +25,30 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from blockfp.definition import groups
-from blockfp.definition.numerics import Quantized
-from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
 from blockfp.kernels.routes import why_groups_apart
 from blockfp.kernels.switch import once
-from blockfp.recipes import HIGH_PRECISION, Cast
+from blockfp.recipes import HIGH_PRECISION
 
 from .. import cuda
 from ..kernels import kernels_for
 from ..layer.linear_ops import recipe_of
 from ..library import define, fake, impl
 from ..product.products import Matrix, multiply_parts
-from ..quantize.operand_ops import Directions, quantize_operand
-from ..quantize.quantize_plans import NEITHER, Aligned, part_count
+from ..quantize.operand_ops import quantize_operand
+from ..quantize.quantize_plans import part_count
 from . import cuda_groups
-from .coded_rows import Codes
+from .group_operands import (
+    Codes,
+    Note,
+    group_operands,
+    laid_out,
+    operands,
+    operands_at_once,
+    quantized,
+    quantized_at_once,
+    words_of,
+)
 from .grouped_products import (
     columns_come_aligned,
     multiply_columns,
@@ -49,10 +57,6 @@ from .grouped_products import (
     why_apart,
     why_columns_apart,
 )
-
-Rows = Tensor | Codes
-Note = Callable[[Tensor, Directions, Cast, Cast], None]
-_NOTHING = Matrix([], None)
 
 forward = define(
     "grouped_forward(Tensor x, Tensor weight, Tensor? scales, Tensor? tensor_scale, Tensor offs, Tensor? bias, "
@@ -122,7 +126,7 @@ def forward_now(
     if note is None and _on_device(like, reason):
         words = cuda_groups.group_rows(offs, tokens)
         aligned = (not coded and rows_come_aligned(x.device, row.format, w.format, exact, False), False)
-        rows, columns, amaxes = _operands_at_once(x, words, count, row, column, multiplier, None, eps, aligned)
+        rows, columns, amaxes = operands_at_once(x, words, count, row, column, multiplier, None, eps, aligned)
         y = multiply_rows(rows, w, words, count, n, k, bias, x.dtype, exact)
         return [y, words, *([] if column.format is None else columns.parts), *_present(amaxes)]
     ends = offs.tolist() if ends is None else ends
@@ -130,13 +134,13 @@ def forward_now(
         raise ValueError(f"offs must ascend to at most the {tokens} rows of x, got {ends}")
     y, each, amaxes = like.new_zeros((tokens, n), dtype=x.dtype), [], []
     for number, group in enumerate(groups.groups_of(ends, tokens)):
-        rows, columns, amax = _operands(x, group.begin, group.end, row, column, multiplier, None, eps, note)
+        rows, columns, amax = operands(x, group.begin, group.end, row, column, multiplier, None, eps, note)
         own = None if bias is None else bias[number]
         y[group.begin : group.end] = multiply_parts(rows, w, n, k, own, x.dtype, fast, number, exact)
         each.append(columns.parts)
         amaxes += _present(amax)
-    kept = [] if column.format is None else _laid_out(each, x, ends, column.format, eps)
-    return [y, _words(offs, ends, tokens), *kept, *_stacked(amaxes, multiplier, offs)]
+    kept = [] if column.format is None else laid_out(each, x, ends, column.format, eps)
+    return [y, words_of(offs, ends, tokens), *kept, *_stacked(amaxes, multiplier, offs)]
 
 
 @fake(forward)
@@ -162,10 +166,10 @@ def _columns(x, words, multiplier, casts, count) -> list[Tensor]:
         return [*(found.column or []), *_present(found.amaxes)]
     ends, each, amaxes = words[:count].tolist(), [], []
     for group in groups.groups_of(ends, x.shape[0]):
-        made = _quantized(x[group.begin : group.end], HIGH_PRECISION, cast, multiplier, None, recipe.eps)
+        made = quantized(x[group.begin : group.end], HIGH_PRECISION, cast, multiplier, None, recipe.eps)
         each.append(made.column)
         amaxes += _present(made.amax)
-    return [*_laid_out(each, x, ends, cast.format, recipe.eps), *_stacked(amaxes, multiplier, words)]
+    return [*laid_out(each, x, ends, cast.format, recipe.eps), *_stacked(amaxes, multiplier, words)]
 
 
 @fake(columns)
@@ -249,7 +253,7 @@ def backward_now(
             not coded and columns_come_aligned(gradient.device, column.format, kept_as.format, exact),
         )
         wanted = None if weight_dtype is None else column
-        rows, columns, amaxes = _operands_at_once(gradient, words, count, row, wanted, multiplier, keys, eps, aligned)
+        rows, columns, amaxes = operands_at_once(gradient, words, count, row, wanted, multiplier, keys, eps, aligned)
         if needs_x:
             results.append(multiply_rows(rows, w, words, count, k, n, None, dtype, exact))
         if weight_dtype is not None:
@@ -270,7 +274,7 @@ def backward_now(
         first, last = group.begin, group.end
         key = None if keys is None else keys[number]
         wanted = None if weight_dtype is None else column
-        rows, columns, amax = _operands(gradient, first, last, row, wanted, multiplier, key, eps, note)
+        rows, columns, amax = operands(gradient, first, last, row, wanted, multiplier, key, eps, note)
         amaxes += _present(amax)
         if d_weight is not None:
             b = x.between(first, last).columnwise(kept_as, eps, None) if isinstance(x, Codes) else inputs[number]
@@ -312,138 +316,6 @@ def _backward_flops(
 ):
     """Counts what torch's counters count of the same products in high precision."""
     return 2 * gradient[0] * gradient[1] * k * (int(needs_x) + int(weight_dtype is not None))
-
-
-# ---- all groups at once
-
-
-def quantized_at_once(
-    x: Tensor,
-    words: Tensor,
-    count: int,
-    row: Cast,
-    column: Cast,
-    multiplier: Tensor | None,
-    keys: Tensor | None,
-    eps: float,
-    aligned: Aligned = NEITHER,
-) -> cuda_groups.GroupedParts:
-    """The parts of all groups in both directions, None for one without a format; `words` says where the groups lie."""
-    if row.format is None and column.format is None:
-        return cuda_groups.GroupedParts(None, None, None)
-    return cuda_groups.quantize_groups(
-        x,
-        words,
-        count,
-        row.format,
-        column.format,
-        keys=keys,
-        row_keyed=keys is not None and row.stochastic,
-        column_keyed=keys is not None and column.stochastic,
-        rotate=column.rotate,
-        eps=eps,
-        multiplier=multiplier,
-        aligned=aligned,
-    )
-
-
-def _operands_at_once(
-    x: Rows,
-    words: Tensor,
-    count: int,
-    row: Cast,
-    column: Cast | None,
-    multiplier: Tensor | None,
-    keys: Tensor | None,
-    eps: float,
-    aligned: Aligned,
-) -> tuple[Matrix, Matrix, Tensor | None]:
-    """Returns all groups' operands rowwise and columnwise, and their amaxes or None; a column of None is not wanted."""
-    if isinstance(x, Codes):
-        columns = _NOTHING if column is None else x.columns_at_once(column, words, count, eps, keys)
-        return x.rows_at_once(count), columns, None
-    column = column or HIGH_PRECISION
-    found = quantized_at_once(x, words, count, row, column, multiplier, keys, eps, aligned)
-    rows = Matrix(found.row or [x], row.format, aligned=aligned[0])
-    return rows, Matrix(found.column or [x], column.format, aligned=aligned[1]), found.amaxes
-
-
-# ---- one group after another
-
-
-def _operands(
-    x: Rows,
-    first: int,
-    last: int,
-    row: Cast,
-    column: Cast | None,
-    multiplier: Tensor | None,
-    keys: Tensor | None,
-    eps: float,
-    note: Note | None,
-) -> tuple[Matrix, Matrix, Tensor | None]:
-    """Returns one group's operands rowwise and columnwise, and its amax or None; a column of None is not wanted."""
-    if isinstance(x, Codes):
-        codes = x.between(first, last)
-        column_key = keys[1] if keys is not None and column is not None and column.stochastic else None
-        columns = _NOTHING if column is None else codes.columnwise(column, eps, column_key)
-        return Matrix(codes.parts, codes.format), columns, None
-    rows, column = x[first:last], column or HIGH_PRECISION
-    found = _quantized(rows, row, column, multiplier, keys, eps)
-    if note is not None:
-        note(rows, found, row, column)
-    by_row = Matrix([rows], None) if row.format is None else Matrix(found.row, row.format)
-    return by_row, Matrix([rows.mT], None) if column.format is None else Matrix(found.column, column.format), found.amax
-
-
-def _quantized(rows: Tensor, row: Cast, column: Cast, multiplier: Tensor | None, keys: Tensor | None, eps: float) -> Directions:
-    if row.format is None and column.format is None:
-        return Directions([], [], None)
-    return quantize_operand(
-        rows,
-        row.format,
-        column.format,
-        multiplier=multiplier,
-        row_key=keys[0] if keys is not None and row.stochastic else None,
-        column_key=keys[1] if keys is not None and column.stochastic else None,
-        rotate=column.rotate,
-        eps=eps,
-    )
-
-
-def _words(offs: Tensor, ends: Sequence[int], tokens: int) -> Tensor:
-    """Computes the outputs of `group_rows`, without the table that kernels read."""
-    where = list(groups.groups_of(ends, tokens))
-    words = offs.new_zeros(groups.words_for(tokens, len(ends)))
-    found = [group.end for group in where] + [group.end_column for group in where]
-    words[: len(found)] = torch.tensor(found, dtype=torch.int32, device=offs.device)
-    return words
-
-
-def _laid_out(each: Sequence[Sequence[Tensor]], x: Tensor, ends: Sequence[int], format: Format, eps: float) -> list[Tensor]:
-    found = groups.lay_out([_parts_of(parts) for parts in each], x, ends, format, columnwise=True, eps=eps_for(format, eps))
-    return [part for part in found if part is not None]
-
-
-def _parts_of(parts: Sequence[Tensor]) -> Quantized:
-    return Quantized(parts[0], parts[1], parts[2] if len(parts) > 2 else None)
-
-
-def group_operands(x: Sequence[Tensor], format: Format | None, ends: Sequence[int], tokens: int, features: int) -> list[Matrix]:
-    """Lists each group's operand [features, rows], from what the forward kept of x: its columnwise parts, or x itself.
-
-    Args:
-        x: the parts; x where it has no format; empty where nothing was kept.
-        format: of the parts.
-        ends: of the groups.
-        tokens, features: lengths of x.
-    """
-    if not x:
-        return []
-    if format is None:
-        return [Matrix([x[0][group.begin : group.end].mT], None) for group in groups.groups_of(ends, tokens)]
-    each = groups.group_parts(_parts_of(x), ends, tokens, features, format, columnwise=True)
-    return [Matrix([part.contiguous() for part in parts if part is not None], format) for parts in each]
 
 
 def _stacked(amaxes: Sequence[Tensor], multiplier: Tensor | None, words: Tensor) -> list[Tensor]:
