@@ -1,10 +1,13 @@
-"""The `blockfp` command: info, check, quantize, dequantize, convert and export. Loads the installed backends."""
+"""The `blockfp` command: info, formats, check, quantize, dequantize, convert, export. Loads the installed backends."""
 
 from __future__ import annotations
 
+import json
 import sys
-from typing import Any
+from typing import Annotated, Any
 
+from . import __version__
+from .formats import FORMATS, block_name
 from .kernels import cuda_library, routes
 
 try:
@@ -30,11 +33,32 @@ class _SayingErrors(TyperGroup):
             raise refused(str(error) or repr(error)) from error
 
 
-app = typer.Typer(cls=_SayingErrors, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=_SayingErrors,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        say(f"blockfp {__version__}")
+        raise typer.Exit
+
+
+_Version = Annotated[bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)]
+
+
+@app.callback()
+def options(version: _Version = False) -> None:
+    """Block-scaled FP8, FP6, FP4 and INT8 arrays, with the same bits in NumPy, JAX and PyTorch."""
 
 
 @app.command()
-def info() -> None:
+def info(as_json: _Json = False) -> None:
     """Prints the available backends, kernels, instruction sets, devices and versions, and how products of formats run."""
     lines = check.versions()
     for name, load in check.BACKENDS.items():
@@ -45,12 +69,37 @@ def info() -> None:
         except Exception as error:
             lines[f"backend {name}"] = f"broken: {type(error).__name__}: {error}"
     lines["CUDA kernels"] = cuda_library.status()
+    if as_json:
+        products = [dict(zip(("device", "operands", "how"), row, strict=True)) for row in routes.table()]
+        typer.echo(json.dumps({**lines, "products": products}, indent=2))
+        return
     for name, line in lines.items():
         say(f"{name:25} {line}")
     say("")
     say("products of quantized operands a [m, k] and b [n, k]:")
     for device, operands, how in routes.table():
         say(f"{device:17} {operands:66} {how}")
+
+
+@app.command()
+def formats(as_json: _Json = False) -> None:
+    """Prints every format: its element, its blocks and their scale, and the bits per element of a large array."""
+    rows = [
+        {
+            "name": one.name,
+            "element": one.element.name,
+            "block": block_name(one.block),
+            "scale": one.scale.name,
+            "bits per element": 8 * one.bytes_per_element,
+        }
+        for one in FORMATS
+    ]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    say(f"{'name':26} {'element':8} {'block':11} {'scale':20} bits per element")
+    for name, element, block, scale, bits in (row.values() for row in rows):
+        say(f"{name:26} {element:8} {block:11} {scale:20} {bits:.4g}")
 
 
 for command in (

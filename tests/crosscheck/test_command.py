@@ -70,6 +70,28 @@ def test_info():
         assert word in result.stdout
 
 
+def test_info_as_json():
+    found = json.loads(run("info", "--json").stdout)
+    assert found["blockfp"] == blockfp.__version__
+    assert {f"backend {name}" for name in backends.BACKENDS} < set(found)
+    assert all(set(row) == {"device", "operands", "how"} for row in found["products"])
+
+
+def test_formats():
+    lines = run("formats").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["name", *NAMES]
+    rows = {row["name"]: row for row in json.loads(run("formats", "--json").stdout)}
+    assert tuple(rows) == NAMES
+    assert rows["nvfp4"]["bits per element"] == 4.5
+    assert rows["fp8_e4m3_128x128"]["bits per element"] == 8 + 32 / 128**2
+    assert (rows["mxint8_32x32"]["block"], rows["fp8_e5m2_row"]["block"]) == ("32x32", "per row")
+
+
+def test_version_and_help():
+    assert run("--version").stdout == f"blockfp {blockfp.__version__}\n"
+    assert run("check", "-h").stdout == run("check", "--help").stdout
+
+
 def test_a_python_runs_its_own():
     done = subprocess.run(
         [sys.executable, "-m", "blockfp", "--help"], capture_output=True, text=True, timeout=LIMIT, check=True
