@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchDispatchMode", "pytree", "return_and_correct_aliasing"]
 
-# `pytree` finds tensors in nested arguments; its public name has an underscore. `TorchDispatchMode` sees every operation; it is
-# documented, but has no public name. `return_and_correct_aliasing` tells autograd that a subclass's result shares memory.
+# `pytree` finds tensors in nested arguments; its public name has an underscore.
+# `TorchDispatchMode` sees every operation; it is documented under this private name.
+# `return_and_correct_aliasing` tells autograd that a subclass's results share memory, as torch's own subclasses do.
 
 # ---- tensor subclasses
 

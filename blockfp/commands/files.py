@@ -169,7 +169,7 @@ def export_command(
     else:
         check_output(target, ".safetensors", "OUT", force=force)
     try:
-        open_checkpoint = backends.find("torch", "torch_backend.checkpoint.dcp_model", "open_checkpoint")
+        open_checkpoint = backends.find("torch", "torch_backend.checkpoint.plain_values", "open_checkpoint")
     except ImportError as error:
         raise refused(f"PyTorch checkpoints can't be read: {error}") from error
     of_codes: list[str] = []

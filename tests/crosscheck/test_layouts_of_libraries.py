@@ -106,7 +106,7 @@ def test_a_state_dict_that_safetensors_has_saved(tmp_path):
     # torch's HuggingFaceStorageWriter divides what ranks share, such as these names, among their files.
     for missing, told in (
         ("_scale", r"0\.weight_scale"),
-        ("_format_nvfp4_16x16", r"no 0\.weight_format_\.\. .*a rank's shard"),
+        ("_format_nvfp4_16x16", r"no 0\.weight_format_\.\., .*a rank's shard"),
     ):
         others = {name: part for name, part in state.items() if name != "0.weight" + missing}
         save_file(others, tmp_path / "model.safetensors")

@@ -13,7 +13,7 @@ from blockfp import recipes
 from blockfp.definition import alignment, groups, layout, numerics, rotation
 from blockfp.definition.numerics import Quantized
 from blockfp.formats import FORMATS
-from blockfp.kernels import routes
+from blockfp.kernels import calls, routes
 from blockfp.kernels.calls import format_numbers
 from blockfp.recipes import Cast
 
@@ -115,7 +115,7 @@ def library(monkeypatch):
 
     def call(name, out, *arrays, **attributes):
         called.append(name)
-        assert set(attributes) == set(cuda._ATTRIBUTES[name])
+        assert set(attributes) == set(calls.SIGNATURES[name][1])
         return {"align": align, "product": product}[name](out, *arrays, **attributes)
 
     def hopper(a, b, *, platform, capability=None, exact=False, **sizes):

@@ -237,7 +237,7 @@ class EmptyEntry(Tensor):
             raise NotImplementedError(
                 f"{name} is not defined for the empty entry under a quantized weight's name in a state dict (the "
                 f"weight's shape is {shape}): codes and scales have separate entries, and their averages mean nothing. "
-                "For averages of weights (EMA, soups) convert with weights='high_precision', or average "
+                'For averages of weights (EMA, soups) convert with weights="high_precision", or average '
                 "blockfp.torch.high_precision_state_dict(model)"
             )
         result = super().__torch_dispatch__(func, types, args, kwargs or {})  # pyright: ignore
