@@ -1,12 +1,11 @@
 """Released quantized models, written to each layout by hand, and read."""
 
 import importlib.util
-import json
 import random
 
 import numpy as np
 import pytest
-from bad_files import changed
+from bad_files import changed, text_of
 from command import run
 from released_files import BF16, E8M0, FP8, fp8_codes, some_bytes, spread, uniform, values_of, write
 
@@ -235,7 +234,7 @@ def test_settings_changed_anyhow(tmp_path):
     path = write(tmp_path / "model.safetensors", {"a.weight": A, "a.weight_scale_inv": np.ones((1, 1), np.float32)})
     rng, refused = random.Random(0), 0
     for _ in range(300):
-        path.with_name("config.json").write_text(json.dumps(changed(rng, config)))
+        path.with_name("config.json").write_text(text_of(changed(rng, config)))
         try:
             assert blockfp.load(path)["a.weight"].shape == (8, 64)
         except BadFile:

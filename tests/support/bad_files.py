@@ -10,6 +10,7 @@ import random
 import shutil
 import warnings
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 STEP = "step-00000002"
@@ -94,6 +95,12 @@ def deep(rng: random.Random) -> object:
     return value
 
 
+def text_of(value: object) -> str:
+    """A tree as JSON, by a thread of its own: pytest's frames would leave too little of this one's stack for `deep`."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(json.dumps, value).result()
+
+
 def bad_safetensors(rng: random.Random, whole: bytes) -> bytes:
     """A header changed, with a length that fits it, or any bytes."""
     if rng.random() < 0.4:
@@ -102,10 +109,10 @@ def bad_safetensors(rng: random.Random, whole: bytes) -> bytes:
     header = json.loads(whole[8 : 8 + length])
     if rng.random() < 0.4 and "__metadata__" in header:
         described = json.loads(header["__metadata__"]["blockfp"])
-        header["__metadata__"]["blockfp"] = json.dumps(changed(rng, described))
+        header["__metadata__"]["blockfp"] = text_of(changed(rng, described))
     else:
         header = changed(rng, header)
-    text = json.dumps(header).encode()
+    text = text_of(header).encode()
     return len(text).to_bytes(8, "little") + text + whole[8 + length :]
 
 
@@ -214,7 +221,7 @@ def bad_checkpoint(rng: random.Random, checkpoint: Path) -> None:
         content = json.loads(text)
         if rng.random() < 0.2:
             content["files"]["/dev/zero" if rng.random() < 0.5 else "../../x"] = {"length": 0, "sha256": "0" * 64}
-        listed.write_bytes(mutated(rng, text) if rng.random() < 0.3 else json.dumps(changed(rng, content)).encode())
+        listed.write_bytes(mutated(rng, text) if rng.random() < 0.3 else text_of(changed(rng, content)).encode())
     elif rng.random() < 0.8:
         names = [path.name for path in checkpoint.iterdir() if path.name != manifest.MANIFEST and path.is_file()]
         regular = {name: manifest.file_sum(checkpoint / name) for name in names if not (checkpoint / name).is_symlink()}
@@ -243,7 +250,7 @@ def make(rng: random.Random, whole: Path, folder: Path) -> tuple[str, Path]:
             part = rng.choice(sorted(folder.glob("parts-*")))
             part.write_bytes(bad_safetensors(rng, part.read_bytes()))
         else:
-            path.write_bytes(mutated(rng, text) if rng.random() < 0.3 else json.dumps(changed(rng, json.loads(text))).encode())
+            path.write_bytes(mutated(rng, text) if rng.random() < 0.3 else text_of(changed(rng, json.loads(text))).encode())
     elif kind == "npy":
         path = folder / "x.npy"
         path.write_bytes(bad_npy(rng, (whole / path.name).read_bytes()))
