@@ -94,7 +94,7 @@ class GroupedLayer(Layer):
         ctx.format = call.stored if alone else w.format
         # `keys_of_gradient` asks how many groups there are.
         ctx.counts = range(weight.shape[0])
-        made = bool(parts) and not alone and call.stored is None and w.format is not None
+        made = len(parts) > 0 and not alone and call.stored is None and w.format is not None
         return y, [words, *kept], parts, [weight] if made and not call.traced else []
 
     @staticmethod

@@ -58,7 +58,7 @@ class LayerFunction(torch.autograd.Function):
         y, kept, parts, beside = call.layer.forward(
             ctx, x, up, weight, bias, call, extra, scale, history if call.training else None
         )
-        ctx.kept, ctx.parts, ctx.weight_beside = len(kept), len(parts), bool(beside)
+        ctx.kept, ctx.parts, ctx.weight_beside = len(kept), len(parts), len(beside) > 0
         ctx.shape, ctx.dtype, ctx.bias_dtype = weight.shape, weight.dtype, None if bias is None else bias.dtype
         if call.prologue is not None:
             # The layer's own tensors are what gradients of gradients go to.

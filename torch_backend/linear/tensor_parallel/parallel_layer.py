@@ -92,7 +92,7 @@ class ParallelLayer(Layer):
             y = _summed_output(y, bias, counts, parallel, x.dtype)
         parts = w.parts if call.needs[0] else []
         ctx.counts, ctx.format, ctx.origin, ctx.x_shape = counts, w.format, w.origin, (x.shape[0], x.shape[1])
-        made = bool(parts) and call.stored is None and w.format is not None
+        made = len(parts) > 0 and call.stored is None and w.format is not None
         return y, kept, parts, [weight] if made and parallel is None and not call.traced else []
 
     @staticmethod
