@@ -19,26 +19,31 @@ _RULES = ("fp32", "pow2", "e8m0_ceil", "e8m0_floor", "e4m3", "e4m3_guarded", *_F
 RULES = {name: index for index, name in enumerate(_RULES)}
 DTYPE_NUMBERS = {name: index for index, name in enumerate(bits.FLOAT_DTYPES)}
 
+ACTIVATIONS = {name: index for index, name in enumerate(("silu", "gelu_tanh", "gelu", "relu2"))}
+"""Activations before a layer, as the CUDA library numbers them (`Activation` of kernels/cuda/arguments.h)."""
+_MADE = {("e4m3", None), ("e4m3", 128), ("e4m3", 32), ("e3m2", 32), ("e2m1", 32), ("e2m1", 16)}
+"""Elements and lengths of 1-D blocks, None for the whole tensor (kMadeBlock in kernels/cuda/quantize/sources.cuh)."""
+
 _FORMAT = ("element", "block_rows", "block_columns", "rule")
 _LIMITS = ("measure", "eps_bits", "largest_bits", "rotate_t")
 _PLACE = ("row", "column", "rows", "columns")
 PARTS = ("codes", "scales", "tensor_scale")
 PARTS_T = ("codes_t", "scales_t", "tensor_scale_t")
 _ALIGNED = ("codes", "scales", "codes_t", "scales_t")
-_STORED = ("stored_t", "stored_scales_t")
+STORED_T = ("stored_t", "stored_scales_t")
 
 SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "amax": (("out",), ()),
     "amax_blocks": (("blocks", "nan", "tensor"), (*_FORMAT, "row", "column")),
-    "quantize": (("amax", "recorded", "key", *PARTS, *PARTS_T), (*_FORMAT, *_LIMITS, "mark", *_PLACE)),
+    "quantize": (("amax", "key", "recorded", *PARTS, *PARTS_T), (*_FORMAT, *_LIMITS, "mark", *_PLACE)),
     "quantize_gated": (("amax", "recorded", *PARTS, *PARTS_T), ("activation", *_FORMAT, *_LIMITS)),
     "quantize_groups": (
         ("keys", "amax", "recorded", "overflows", *PARTS, *PARTS_T),
         ("groups", "rows_keyed", "columns_keyed", *_FORMAT, *_LIMITS),
     ),
-    "quantize_aligned": (("recorded", *_ALIGNED, *_STORED), _FORMAT),
+    "quantize_aligned": (("recorded", *_ALIGNED, *STORED_T), _FORMAT),
     "quantize_gated_aligned": (("recorded", *_ALIGNED), ("activation", *_FORMAT)),
-    "quantize_groups_aligned": (("overflows", *_ALIGNED, *_STORED), ("groups", *_FORMAT)),
+    "quantize_groups_aligned": (("overflows", *_ALIGNED, *STORED_T), ("groups", *_FORMAT)),
     "encode": (("blocks", "nan", "amax", "key", *PARTS), (*_FORMAT, "eps_bits", "largest_bits", *_PLACE)),
     "requantize": (("blocks", "nan", "amax", "key", *PARTS, "kept_tensor_scale"), (*_FORMAT, *_PLACE)),
     "dequantize": (("tensor_scale", "out"), (*_FORMAT, "row", "column")),
@@ -133,6 +138,17 @@ class OperandCast(NamedTuple):
         apart = (row and self.random[0]) or (column and (self.random[1] or self.rotate))
         return (rows or columns) and rows == row and (stored or columns == column) and not (self.format.square or apart)
 
+    def of_made(self, rows: int, columns: int) -> bool:
+        """Says whether kernels that make their operand [rows, columns] have this cast."""
+        format = self.format
+        if (self.rotates and not cuda_rotates(format)) or (self.row is not None and self.column not in (None, self.row)):
+            return False
+        tall, length = format.block or (1, None)
+        if any(self.random) or format.scale.four_over_six or tall != 1 or (format.element.name, length) not in _MADE:
+            return False
+        whole = 8 if self.one_pass(stored=False) else 32 if format.element.bits == 4 else 16
+        return not (rows % whole if self.column is not None or whole == 8 else columns % (length or 1))
+
 
 @cache
 def format_numbers(format: Format) -> tuple[int, int, int, int]:
@@ -216,7 +232,7 @@ def quantize(
         made |= {} if cast.row is None else _named(_ALIGNED, aligned_parts(shape))
         if cast.column is not None:
             own = _named(_ALIGNED[2:], aligned_parts(turned))
-            made |= own if cast.aligned[1] else _named(_STORED, layout.parts(turned, format))
+            made |= own if cast.aligned[1] else _named(STORED_T, layout.parts(turned, format))
         return describe(f"{function}_aligned", made | {"recorded": ((1,), "int32")}, format, **numbers)
     if cast.row is not None:
         made |= _named(PARTS, layout.parts(shape, format, origin))
@@ -245,7 +261,7 @@ def quantize_groups(shape: tuple[int, int], dtype: str, cast: OperandCast, count
         made = {"overflows": words} | ({} if cast.row is None else _named(_ALIGNED, aligned_parts(shape)))
         if cast.column is not None:
             own = aligned_parts((shape[1], groups.columns_for(shape[0], count)))
-            made |= _named(_ALIGNED[2:], own) if cast.aligned[1] else _named(_STORED, by_column)
+            made |= _named(_ALIGNED[2:], own) if cast.aligned[1] else _named(STORED_T, by_column)
         return describe("quantize_groups_aligned", made, format, **numbers)
     # A tensor scale is written for both directions, whichever is asked for.
     made = _named(PARTS, by_row if cast.row is not None else by_row[:0]) | _named(PARTS_T, by_column if cast.column else [])

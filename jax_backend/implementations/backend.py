@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 
 from blockfp.definition.numerics import Amax, Quantized
 from blockfp.formats import Format
@@ -23,10 +26,12 @@ class Backend(ABC):
         name: the backend's name for `implementation=`.
         platform: the only platform that can run its programs; None for all platforms.
         asked: whether the caller named the backend; then the definition never replaces it.
+        marks: whether its quantizing methods take `mark`, as the wrapper `marked` does.
     """
 
     name: ClassVar[str]
     platform: ClassVar[str | None] = None
+    marks: ClassVar[bool] = False
 
     def __init__(self, *, asked: bool = False) -> None:
         self.asked = asked
@@ -94,6 +99,42 @@ class Backend(ABC):
         origin: tuple[int, int] = (0, 0),
     ) -> jax.Array:
         """Dequantizes codes and scales as `numerics.dequantize` does."""
+
+
+# ---- overflow
+
+
+_E8M0_NAN = 0xFF
+
+
+def marked(quantize: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a quantizing operation that makes all scales NaN if its first argument contains an Inf.
+
+    Codes saturate, so they alone don't show it. A NaN has a NaN code, or its block a NaN scale.
+    """
+
+    def run(x: jax.Array, *rest: Any, **options: Any) -> Any:
+        finite = ~jnp.isinf(x).any()
+        return jax.tree.map(
+            partial(unless, finite), quantize(x, *rest, **options), is_leaf=lambda node: isinstance(node, Quantized)
+        )
+
+    return run
+
+
+def unless(finite: jax.Array, parts: Quantized) -> Quantized:
+    """Makes scales, or tensor scales, NaN unless `finite`: bool (), or [stack] for each matrix of a stack."""
+    if parts.tensor_scale is not None:
+        return parts._replace(tensor_scale=jnp.where(finite, parts.tensor_scale, jnp.nan))
+    return parts._replace(scales=jnp.where(finite[..., None, None], parts.scales, nan_scale(parts.scales)))
+
+
+def nan_scale(scales: jax.Array) -> jax.Array:
+    """Returns NaN as a scale of a format without a tensor scale."""
+    return jnp.asarray(_E8M0_NAN if scales.dtype == jnp.uint8 else jnp.nan, scales.dtype)
+
+
+# ---- what backends share
 
 
 def missing_library(platform: str, library: Any) -> str | None:

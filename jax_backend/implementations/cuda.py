@@ -5,6 +5,7 @@ kernels/cuda/exports.cu and products/product_exports.cu document the arguments. 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -19,7 +20,7 @@ from blockfp.definition.rotation import rotate as rotated
 from blockfp.definition.views import DTYPES
 from blockfp.formats import Format
 from blockfp.kernels import calls, cuda_library
-from blockfp.kernels.calls import PARTS, PARTS_T, Call, OperandCast, cuda_rotates
+from blockfp.kernels.calls import PARTS, PARTS_T, STORED_T, Call, OperandCast, cuda_rotates
 from blockfp.kernels.products import Plan, plan, plan_values
 from blockfp.kernels.switch import once
 
@@ -54,12 +55,11 @@ def _carry_out(call: Call, *inputs: jax.Array, name: str | None = None, **given:
     return dict(zip(names[first:], _call(name or call.function, out, *inputs, *arrays, **call.numbers), strict=True))
 
 
-def _parts(found: dict[str, jax.Array], format: Format | None, names: tuple[str, ...] = PARTS) -> Quantized | None:
+def _parts(found: dict[str, jax.Array], format: Format | None, names: Sequence[str] = PARTS) -> Quantized | None:
     """The parts of a direction; None of one without a format."""
     if format is None:
         return None
-    codes, scales, tensor_scale = (found[name] for name in names)
-    return Quantized(codes, scales, tensor_scale if format.scale.two_level else None)
+    return Quantized(found[names[0]], found[names[1]], found[names[2]] if format.scale.two_level else None)
 
 
 def _readable(bias: jax.Array | None) -> jax.Array | None:
@@ -77,6 +77,7 @@ class CudaLibrary(Backend):
 
     name = "ffi"
     platform = "cuda"
+    marks = True
 
     def missing(self) -> str | None:
         return missing_library("gpu", cuda_library)
@@ -91,24 +92,29 @@ class CudaLibrary(Backend):
     def amax(self, x, *, format: Format) -> Amax:
         return amax_of_tensor(_tensor_amax(x), x)
 
-    def quantize(self, x, key, amax, *, format: Format, eps: float = 0.0, nominal: str | None = None) -> Quantized:
-        return _quantize(x, OperandCast(format, eps=eps), key, amax, nominal)[0]  # pyright: ignore[reportReturnType]
+    def quantize(
+        self, x, key, amax, *, format: Format, eps: float = 0.0, nominal: str | None = None, mark: bool = False
+    ) -> Quantized:
+        made = _quantize(x, OperandCast(format, eps=eps), key, amax, nominal, mark=mark)
+        return made[0]  # pyright: ignore[reportReturnType]
 
-    def quantize_columnwise(self, x, key, amax, *, format: Format, eps: float = 0.0, rotate: bool = False) -> Quantized:
+    def quantize_columnwise(
+        self, x, key, amax, *, format: Format, eps: float = 0.0, rotate: bool = False, mark: bool = False
+    ) -> Quantized:
         if rotate and not cuda_rotates(format):
-            return self.quantize(rotated(x.mT), key, amax, format=format, eps=eps)
+            return self.quantize(rotated(x.mT), key, amax, format=format, eps=eps, mark=mark)
         cast = OperandCast(None, format, rotate=rotate, eps=eps)
-        return _quantize(x, cast, key, amax)[1]  # pyright: ignore[reportReturnType]
+        return _quantize(x, cast, key, amax, mark=mark)[1]  # pyright: ignore[reportReturnType]
 
     def quantize_both(
-        self, x, key, amax, *, format: Format, eps: float = 0.0, rotate: bool = False
+        self, x, key, amax, *, format: Format, eps: float = 0.0, rotate: bool = False, mark: bool = False
     ) -> tuple[Quantized, Quantized]:
         if rotate and not cuda_rotates(format):
             row_key, column_key = keys_of_both(key)
-            row = self.quantize(x, row_key, amax, format=format, eps=eps)
-            return row, self.quantize(rotated(x.mT), column_key, amax, format=format, eps=eps)
+            row = self.quantize(x, row_key, amax, format=format, eps=eps, mark=mark)
+            return row, self.quantize(rotated(x.mT), column_key, amax, format=format, eps=eps, mark=mark)
         cast = OperandCast(format, format, rotate=rotate, eps=eps)
-        return _quantize(x, cast, key, amax)  # pyright: ignore[reportReturnType]
+        return _quantize(x, cast, key, amax, mark=mark)  # pyright: ignore[reportReturnType]
 
     def dequantize(
         self, codes, scales, tensor_scale, *, format: Format, dtype: str, columns: int, origin: tuple[int, int] = (0, 0)
@@ -118,14 +124,28 @@ class CudaLibrary(Backend):
         return _carry_out(call, codes, scales, tensor_scale=scale)["out"]
 
 
-def _quantize(x, cast: OperandCast, key, amax, nominal: str | None = None) -> tuple[Quantized | None, Quantized | None]:
-    if cast.measures:
+def _quantize(
+    x, cast: OperandCast, key, amax, nominal: str | None = None, *, mark: bool
+) -> tuple[Quantized | None, Quantized | None]:
+    if amax is not None and amax.dtype == jnp.float32:
+        cast, amax = cast._replace(given="multiplier"), amax.reshape(1)
+    elif cast.measures:
         # The kernel would write it into what it is given, which XLA's arrays are not for.
         amax = _tensor_amax(x, rotate=cast.rotate) if amax is None else amax.reshape(2 if cast.rotate else 1)
         cast = cast._replace(given="amax")
-    call = calls.quantize(x.shape, nominal or bits.dtype_name(x), cast, mark=False)
+    call = calls.quantize(x.shape, nominal or bits.dtype_name(x), cast, mark=mark)
     found = _carry_out(call, x, amax=amax, key=key)
     return _parts(found, cast.row), _parts(found, cast.column, PARTS_T)
+
+
+def quantize_made(
+    inputs: tuple[jax.Array, ...], cast: OperandCast, multiplier: jax.Array | None, function: str, first: int
+) -> tuple[Quantized | None, Quantized | None]:
+    """Quantizes what `function` makes of inputs, such as gate and up; a direction that is asked for aligned comes so."""
+    call = calls.quantize(inputs[0].shape, bits.dtype_name(inputs[0]), cast, function, first=first)
+    found = _carry_out(call, *inputs, amax=None if multiplier is None else multiplier.reshape(1))
+    stored = call.arrays.get(STORED_T[0]) is not None
+    return _parts(found, cast.row), _parts(found, cast.column, STORED_T if stored else PARTS_T)
 
 
 @cache

@@ -217,3 +217,13 @@ class VaryingAxes:
         """Collects the varying axes of a call's arguments; None stays None."""
         history = None if state is None else state.gradient_amax_history
         return cls(*(None if a is None else varying(a) for a in (x, carrier, bias, history)))
+
+
+def on_device(kernel: Callable[..., Any], definition: Callable[..., Any], *operands: Any) -> Any:
+    """Runs the kernel on CUDA devices and the definition elsewhere; results vary over the operands' mesh axes."""
+    over = frozenset().union(*(varying(leaf) for leaf in jax.tree.leaves(operands)))
+
+    def vary_all(run):
+        return lambda *operands: jax.tree.map(lambda part: vary(part, over), run(*operands))
+
+    return lax.platform_dependent(*operands, cuda=vary_all(kernel), default=vary_all(definition))

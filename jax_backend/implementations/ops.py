@@ -22,7 +22,7 @@ from blockfp.definition.rounding import Key, key_words
 from blockfp.formats import Format
 
 from . import choice, explicit
-from .backend import Backend
+from .backend import Backend, marked
 from .explicit import vary, varying
 from .xla import XLA
 
@@ -53,13 +53,14 @@ class Op(Generic[Result]):
 
         self.name, self._keyed = name, keyed
         run.__name__ = run.__qualname__ = name
-        static = ("backend", "format", "eps", "nominal", "rotate", "dtype", "columns", "origin")
+        static = ("backend", "format", "eps", "nominal", "rotate", "mark", "dtype", "columns", "origin")
         self._jitted = jax.jit(run, static_argnames=static)
 
     def __call__(self, *arrays: Any, implementation: str | None = None, **options: Any) -> Result:
         """Runs the operation on the backend named `implementation`, or the first one that this machine supports.
 
-        `arrays` and `options` are the arguments of the `Backend` method. Raises ValueError or RuntimeError as `choice.choose`
+        `arrays` and `options` are the arguments of the `Backend` method. Quantizing operations also take `mark`: whether scales
+        become NaN if x contains an Inf (`backend.marked`). Raises ValueError or RuntimeError as `choice.choose`
         does.
         """
         if self._keyed:
@@ -70,14 +71,19 @@ class Op(Generic[Result]):
         return self._jitted(*arrays, backend=backend, **options)
 
     def _on(self, backend: Backend, options: dict[str, Any], *arrays: Any) -> Any:
-        kernel = partial(getattr(backend, self.name), **options)
+        kernel = self._method(backend, options)
         if backend.platform is None:
             return kernel(*arrays)
-        definition = partial(getattr(XLA, self.name), **options)
+        definition = self._method(XLA, options)
         kernel = _varying_like(definition, kernel)
         if backend.asked:
             return kernel(*arrays)
         return lax.platform_dependent(*arrays, **{backend.platform: kernel}, default=definition)
+
+    def _method(self, backend: Backend, options: dict[str, Any]) -> Callable[..., Any]:
+        own = {name: value for name, value in options.items() if name != "mark" or backend.marks}
+        method = partial(getattr(backend, self.name), **own)
+        return marked(method) if options.get("mark") and not backend.marks else method
 
 
 def _varying_like(definition: Callable, kernel: Callable) -> Callable:

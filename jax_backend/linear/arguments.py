@@ -17,7 +17,6 @@ from ..arrays.array import QuantizedArray
 from ..implementations.carriers import carrier_of
 from ..implementations.jax_internals import without_tangents
 from ..params.params import dequantize_params, quantize_weight
-from . import operands
 from .delayed import DelayedState
 from .products import Matrix
 
@@ -91,7 +90,7 @@ def stored_weight(weight, recipe: Recipe) -> tuple[Matrix, jax.Array | None]:
 
 @partial(jax.jit, static_argnames="format", inline=True)
 def _quantized_here(weight: jax.Array, format: Format) -> QuantizedArray:
-    return operands.propagate(quantize_weight(weight, format), operands.is_finite(weight))
+    return quantize_weight(weight, format, mark=True)
 
 
 def transposed_weight(weight: Matrix, recipe: Recipe) -> Matrix:

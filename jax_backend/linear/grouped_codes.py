@@ -6,15 +6,12 @@ implementations work on tiles: those for other devices, for casts without a kern
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from blockfp.definition.groups import UNIT, columns_for, ordered
 from blockfp.definition.layout import packed_columns
@@ -211,7 +208,7 @@ def _by_kernel(
         made = [_by_tiles(x, tiles, cast, given(*rest), columnwise=bool(i)) for i, cast in enumerate(casts) if cast is not None]
         return [Quantized(each.codes, each.scales, each.tensor_scale) for each in made]
 
-    made = iter(on_device(kernel, definition, x, tiles, *arrays))
+    made = iter(explicit.on_device(kernel, definition, x, tiles, *arrays))
     columns = x.shape[1], columns_for(tokens, count)
     found: list[GroupCodes | None] = [None, None]
     for i, cast in enumerate(casts):
@@ -219,13 +216,3 @@ def _by_kernel(
             codes, scales, tensor_scale = next(made)
             found[i] = GroupCodes(codes, scales, tensor_scale, format, columns[i], np.dtype(x.dtype), bool(i))
     return found[0], found[1]
-
-
-def on_device(kernel: Callable[..., Any], definition: Callable[..., Any], *operands: Any) -> Any:
-    """Runs the kernel on CUDA devices and the definition elsewhere; results vary over the operands' mesh axes."""
-    over = frozenset().union(*(explicit.varying(leaf) for leaf in jax.tree.leaves(operands)))
-
-    def varying(run):
-        return lambda *operands: jax.tree.map(lambda part: explicit.vary(part, over), run(*operands))
-
-    return lax.platform_dependent(*operands, cuda=varying(kernel), default=varying(definition))

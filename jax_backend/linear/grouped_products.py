@@ -22,8 +22,8 @@ from blockfp.kernels.routes import HOPPER, exact_in_bfloat16, group_mode, why_gr
 from blockfp.recipes import Recipe
 
 from ..arrays.array import QuantizedArray
-from ..implementations import choice, cuda, ops
-from .grouped_codes import GroupCodes, on_device
+from ..implementations import choice, cuda, explicit, ops
+from .grouped_codes import GroupCodes
 from .grouped_spans import by_columns, by_rows
 from .products import Matrix, capability
 from .tiles import Tiles, gather_rows
@@ -105,7 +105,7 @@ def multiply_rows(
         weight = weight.mT if turned else weight
         return gather_rows(by_rows(x.tiles(tiles), weight, tiles, dtype, bias=bias, fast=fast, exact=True), tiles.target)
 
-    return on_device(kernel, definition, x, weight, bias, tiles)
+    return explicit.on_device(kernel, definition, x, weight, bias, tiles)
 
 
 def multiply_columns(a: GroupCodes, b: GroupCodes, tiles: Tiles, dtype, *, fast: bool, exact: bool) -> jax.Array:
@@ -131,7 +131,7 @@ def multiply_columns(a: GroupCodes, b: GroupCodes, tiles: Tiles, dtype, *, fast:
     def definition(a, b, tiles):
         return by_columns(a.tiles(tiles), b.tiles(tiles), tiles, dtype, fast=fast, exact=True)
 
-    return on_device(kernel, definition, a, b, tiles)
+    return explicit.on_device(kernel, definition, a, b, tiles)
 
 
 def _codes(x: GroupCodes) -> _Pair:

@@ -30,7 +30,8 @@ from .arguments import transposed_weight
 from .delayed import DelayedState, cotangent
 from .layer_placement import LayerPlacement
 from .operands import Pair
-from .products import Matrix
+from .products import Matrix, computed_once
+from .prologue import values_of
 from .straight_through import (
     LayerInputs,
     Product,
@@ -53,6 +54,7 @@ class Layer(ABC):
         dtype: dtype of x and its gradient.
         weight_dtype: dtype of the weight's gradient.
         result: dtype of y.
+        activation: what made x, a `Made` then; or None.
     """
 
     recipe: Recipe
@@ -60,6 +62,7 @@ class Layer(ABC):
     dtype: np.dtype
     weight_dtype: np.dtype
     result: np.dtype
+    activation: str | None
 
     def __call__(self, x, weight, carrier, bias, sizes, key, state) -> tuple[jax.Array, DelayedState | None]:
         """Computes (y, state after the forward) with derivatives; `carrier` carries the weight's."""
@@ -181,14 +184,14 @@ def _plain(layer: Layer, x, weight, carrier, bias, sizes, key, state):
 
 
 def _differentiable(layer: Layer, x, weight, carrier, bias, sizes, key, state):
-    point = x
+    point = values_of(x)
     if isinstance(x, QuantizedArray):
         x, point = x.without_carrier(), x.carrier
     carriers = carriers_of(LayerInputs(point, carrier, bias, None if state is None else state.carrier))
     types = explicit.VaryingAxes.of(point, carrier, bias, state)
     x, weight, bias, state = without_tangents((x, weight, bias, state))
     y, tiles, state_after, row, column = _multiplied(layer, carriers.weight is not None, x, weight, bias, sizes, state)
-    kept = Residuals(row, x if layer.placement.gathers_input else column, weight, tiles, key, state, types)
+    kept = Residuals(row, values_of(x) if layer.placement.gathers_input else column, weight, tiles, key, state, types)
     # Only a state's carrier, its last leaf, has a derivative.
     later = [] if state_after is None or state_after.carrier is None else [state_after.carrier]
     like, others = tuple([jax.typeof(leaf) for leaf in (y, *later)]), len(jax.tree.leaves(state_after)) - len(later)
@@ -211,10 +214,10 @@ def _multiplied(layer: Layer, keep: bool, x, weight: Matrix, bias, sizes, state:
     of_terms, own = (bias, None) if layer.placement.kind == "row" else (None, bias)
     fast = "forward" in layer.recipe.fast_accum
     y = layer.multiply_rows(row, layer.gathered(weight), tiles, layer.result, bias=own, fast=fast)
-    y = layer.placement.sum_output(y)
+    y = layer.placement.sum_output(computed_once(y) if keep else y)
     if of_terms is not None:
         y = (y.astype(jnp.float32) + layer.bias_rows(of_terms, tiles).astype(jnp.float32)).astype(y.dtype)
-    state = None if state is None else state.after_forward(layer.largest_amax(x, tiles))
+    state = None if state is None else state.after_forward(layer.largest_amax(values_of(x), tiles))
     row = None if not keep or layer.placement.weight is not None or same_values(layer.recipe) else row
     return y, tiles, state, row, column
 

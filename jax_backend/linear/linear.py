@@ -29,6 +29,8 @@ from .layer import Layer
 from .layer_placement import ExplicitLayout, LayerPlacement
 from .operands import Pair, gradient_operands, input_operands
 from .products import Matrix, product
+from .prologue import Activation, Made, activated, values_of
+from .prologue import check as check_activation
 from .straight_through import DGRAD, FORWARD, WGRAD, Product, values
 
 
@@ -46,8 +48,9 @@ class _Linear(Layer):
         return None
 
     def input_operands(self, x: Any, tiles, state, *, rowwise=True, columnwise=True) -> Pair:
-        multiplier = None if state is None else self.multiplier(x, tiles, state.input_scale, "input")
-        return input_operands(x, self.recipe, self.placement, multiplier, rowwise=rowwise, columnwise=columnwise)
+        multiplier = None if state is None else self.multiplier(values_of(x), tiles, state.input_scale, "input")
+        ways = {"rowwise": rowwise, "columnwise": columnwise}
+        return input_operands(x, self.recipe, self.placement, multiplier, self.activation, **ways)
 
     def gradient_operands(self, g, kept, *, rowwise, columnwise) -> Pair:
         multiplier = None if kept.state is None else self.multiplier(g, None, kept.state.gradient_scale, "gradient")
@@ -91,6 +94,8 @@ def linear(
     compute: Compute = "quantized",
     data_axes: Sequence[str] = (),
     sequence: bool = False,
+    up: jax.Array | None = None,
+    activation: Activation | None = None,
 ) -> Any:
     """Computes x w^T + bias, with the operands of all three products quantized by a recipe.
 
@@ -114,6 +119,9 @@ def linear(
         data_axes: inside shard_map, the mesh axes that divide the batch, in the mesh's order.
         sequence: sequence parallelism: tokens outside the layer (x if column parallel, y if row parallel) are cut evenly over
             the tensor-parallel axis. They are on axis -2, after axes of sequences, as in PyTorch.
+        activation: "silu", "gelu", "gelu_tanh" or "relu2" (squared ReLU): the layer multiplies activation(x), or with `up`
+            activation(x) * up, as SwiGLU does with x as the gate. The CUDA library quantizes it without storing it.
+        up: as x.
 
     Returns:
         y [..., out] in x's dtype, or (y, state) if a state is given.
@@ -127,7 +135,7 @@ def linear(
         >>> w = bfp.quantize(w, "mxfp8_e4m3_32x32")
         >>> y = bfp.linear(x, w, recipe="mxfp8")
     """
-    return linear_to(None, x, weight, bias, recipe, key, state, compute, data_axes, sequence)
+    return linear_to(None, x, weight, bias, recipe, key, state, compute, data_axes, sequence, up, activation)
 
 
 def linear_to(
@@ -141,10 +149,13 @@ def linear_to(
     compute: Compute = "quantized",
     data_axes: Sequence[str] = (),
     sequence: bool = False,
+    up: jax.Array | None = None,
+    activation: str | None = None,
 ) -> Any:
     """Computes `linear` with y, and so its gradient, in `dtype`; None for x's."""
     recipe, run = recipes.parse(recipe), recipes.for_linear(recipe, compute)
     check_tensors(x, weight, bias)
+    check_activation(activation, x, up)
     placement = LayerPlacement.of(weight, data_axes, sequence)
     check_state(recipe, state, key, compute)
     weight, carrier = stored_weight(weight, recipe)
@@ -154,15 +165,18 @@ def linear_to(
     words = None if key is None else jnp.asarray(ops.key_array(key))
     mesh = explicit.mesh_of(x, weight, carrier, bias)
     layout = None if mesh is None else ExplicitLayout.of(x, weight)
-    layer = _Linear(run, placement, np.dtype(x.dtype), np.dtype(weight.dtype), np.dtype(dtype or x.dtype), layout)
+    dtypes = np.dtype(x.dtype), np.dtype(weight.dtype), np.dtype(dtype or x.dtype)
+    layer = _Linear(run, placement, *dtypes, activation, layout)
 
-    def multiply(x, weight, carrier, bias, words, state):
-        tokens = placement.own(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), gradient=False)
+    def multiply(x, up, weight, carrier, bias, words, state):
+        gate, *rest = (one if one is None else one.reshape(math.prod(x.shape[:-1]), x.shape[-1]) for one in (x, up))
+        tokens: Any = placement.own(gate if activation is None else activated(gate, *rest, activation), gradient=False)
+        tokens = tokens if activation is None else Made(tokens, gate, *rest)
         y, state = layer(tokens, weight, carrier, bias, None, words, state)
         return y.reshape(*leading, y.shape[-1]), state
 
     shared = None if state is None else state.shared()
-    operands = (x, weight, carrier, bias, words, shared)
+    operands = (x, up, weight, carrier, bias, words, shared)
     if mesh is None or layout is None:
         y, state_out = multiply(*operands)
     else:

@@ -6,39 +6,49 @@ import copy
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from blockfp.definition.numerics import Quantized
 from blockfp.definition.rotation import rotate
 from blockfp.definition.rounding import COLUMNWISE, ROWWISE, gradient_key
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
+from blockfp.kernels.calls import ACTIVATIONS, OperandCast
 from blockfp.recipes import Cast, Recipe
 from blockfp.sharding import plans
 
 from ..arrays import sharded
 from ..arrays.array import QuantizedArray, wrap_parts
-from ..implementations import explicit, ops
+from ..implementations import choice, cuda, explicit, ops
+from ..implementations.backend import marked, nan_scale, unless
+from ..implementations.xla import XLA
 from .layer_placement import LayerPlacement
-from .products import Matrix
+from .products import Aligned, Matrix, aligns
+from .prologue import Made, values_of
 
 Pair = tuple[Matrix | None, Matrix | None]
 
 
 def input_operands(
-    x: jax.Array,
+    x: jax.Array | Made,
     recipe: Recipe,
     placement: LayerPlacement,
     multiplier: jax.Array | None,
+    activation: str | None = None,
     *,
     rowwise: bool = True,
     columnwise: bool = True,
 ) -> Pair:
     """Quantizes this rank's x to [tokens, in] for the forward and [in, tokens] for wgrad.
 
-    `multiplier` is delayed scaling's or None. `rowwise` and `columnwise` select the operands; the other is None.
+    `multiplier` is delayed scaling's or None, `activation` what made x. `rowwise` and `columnwise` select the operands; the
+    other is None. MX codes come aligned where the product would align them.
     """
     casts = (recipe.input if rowwise else None, recipe.input_columnwise if columnwise else None)
-    return _Operands(x, recipe, placement, False, multiplier, (None, None)).make(*casts)
+    operands = _Operands(values_of(x), recipe, placement, False, multiplier, (None, None))
+    operands.source = (x, activation) if isinstance(x, Made) and activation is not None else None
+    return operands.make(*casts)
 
 
 def gradient_operands(
@@ -68,12 +78,21 @@ def keys_of(key: jax.Array | None, placement: LayerPlacement) -> tuple[jax.Array
 def quantize_operand(
     x: jax.Array, cast: Cast, eps: float = 0.0, *, key: jax.Array | None = None, multiplier: jax.Array | None = None
 ) -> QuantizedArray:
-    """Quantizes x, unsharded, along its last axis, after a rotation if the cast asks for it."""
+    """Quantizes x, unsharded, along its last axis, after a rotation if the cast asks for it; an Inf makes scales NaN."""
     format = cast.format
     assert format is not None
     eps = eps_for(format, eps)
     x = rotate(x) if cast.rotate else x
-    return wrap_parts(ops.quantize(x, key, multiplier, format=format, eps=eps), format, x)
+    return wrap_parts(ops.quantize(x, key, multiplier, format=format, eps=eps, mark=True), format, x)
+
+
+def _aligned(recipe: Recipe, gradient: bool) -> tuple[bool, bool]:
+    """Returns which operands of x or of the gradient products would align."""
+    weight, columns = recipe.weight.format, (recipe.input_columnwise.format, recipe.gradient_columnwise.format)
+    # The gradient contracts the weight's rows.
+    weight = None if gradient and weight is not None and not weight.square else weight
+    exact, row = recipe.exact_products, recipe.gradient if gradient else recipe.input
+    return aligns(row.format, weight, exact=exact), aligns(columns[gradient], columns[not gradient], exact=exact)
 
 
 class _Operands:
@@ -82,19 +101,24 @@ class _Operands:
     def __init__(self, x, recipe: Recipe, placement: LayerPlacement, gradient: bool, multiplier, keys):
         self.x, self.eps, self.placement = x, recipe.eps, placement
         self.gradient, self.multiplier, self.keys = gradient, multiplier, keys
+        self.source: tuple[Made, str] | None = None
+        self.aligned = _aligned(recipe, gradient)
         self.sharding = placement.operand(x, gradient=gradient)
         travels = placement.gathers_gradient if gradient else placement.gathers_input
         self.over = (placement.tensor,) if travels and placement.tensor else ()
 
     def make(self, row: Cast | None, column: Cast | None) -> Pair:
         pair = self._quantized(row, column)
-        if not any(isinstance(operand, QuantizedArray) for operand in pair):
+        if self.sharding is None or not any(isinstance(operand, QuantizedArray) for operand in pair):
             return pair
         finite = is_finite(self.x, frozenset(self.over))
         row_operand, column_operand = (propagate(q, finite) if isinstance(q, QuantizedArray) else q for q in pair)
         return row_operand, column_operand
 
     def _quantized(self, row: Cast | None, column: Cast | None) -> Pair:
+        made = None if self.sharding is not None else self._by_kernel(row, column)
+        if made is not None:
+            return made
         if row is not None and column is not None and row.format is not None and row.format is column.format:
             if self.sharding is None and not row.rotate and row.stochastic == column.stochastic:
                 return self._from_one_read(row.format, row.stochastic, column.rotate)
@@ -106,11 +130,59 @@ class _Operands:
             None if cast is None else self._one_direction(cast, columnwise=bool(i)) for i, cast in enumerate((row, column))
         )  # pyright: ignore[reportReturnType]
 
+    def _by_kernel(self, row: Cast | None, column: Cast | None) -> Pair | None:
+        """Casts by a kernel that aligns codes or makes x itself; None where there is none."""
+        casts = [cast for cast in (row, column) if cast is not None]
+        format = casts[0].format if casts else None
+        if format is None or any(cast.format is not format or cast.stochastic for cast in casts) or (row and row.rotate):
+            return None
+        if choice.missing_product(0) is not None:
+            return None
+        formats = [None if cast is None else cast.format for cast in (row, column)]
+        rotated, given = column is not None and column.rotate, None if self.multiplier is None else "multiplier"
+        plain = OperandCast(*formats, given, rotate=rotated, eps=eps_for(format, self.eps))
+        for gated in (True, False) if self.source is not None else (False,):
+            cast = plain._replace(aligned=self.aligned)
+            cast = cast if cast.one_pass(stored=not gated) and self.x.size else plain
+            if cast.of_made(*self.x.shape) if gated else cast is not plain:
+                return self._run(cast, format, gated)
+        return None
+
+    def _run(self, cast: OperandCast, format: Format, gated: bool) -> Pair:
+        x, function, first = self.x, "quantize", 0
+        inputs: tuple[jax.Array | None, ...] = (x,)
+        if gated:
+            assert self.source is not None
+            (_, *inputs), function, first = self.source[0], "quantize_gated", ACTIVATIONS[self.source[1]]  # pyright: ignore
+        lengths = x.shape[1], x.shape[0]
+
+        def kernel(x, inputs, multiplier):
+            return cuda.quantize_made(inputs, cast, multiplier, function, first)
+
+        def definition(x, inputs, multiplier):
+            found: list[Quantized | None] = [None, None]
+            for way, turned in enumerate((x, rotate(x.mT) if cast.rotate else x.mT)):
+                if cast[way] is not None:
+                    found[way] = marked(XLA.quantize)(turned, None, multiplier, format=format, eps=cast.eps)
+                    if cast.aligned[way]:
+                        aligned = Aligned.of(found[way], format, lengths[way], x.dtype)
+                        found[way] = Quantized(aligned.codes, aligned.scales, None)
+            return found[0], found[1]
+
+        parts = explicit.on_device(kernel, definition, x, tuple(inputs), self.multiplier)
+        made: list[Matrix | None] = [None, None]
+        for way, part in enumerate(parts):
+            if part is not None and cast.aligned[way]:
+                made[way] = Aligned(part.codes, part.scales, format, lengths[way], np.dtype(x.dtype))
+            elif part is not None:
+                made[way] = wrap_parts(part, format, x, columnwise=bool(way))
+        return made[0], made[1]
+
     def _from_one_read(self, format: Format, stochastic: bool, rotate: bool) -> Pair:
         eps, key = eps_for(format, self.eps), None
         if stochastic:
             key = jnp.concatenate([jnp.asarray(words) for words in self.keys])
-        row, column = ops.quantize_both(self.x, key, self.multiplier, format=format, eps=eps, rotate=rotate)
+        row, column = ops.quantize_both(self.x, key, self.multiplier, format=format, eps=eps, rotate=rotate, mark=True)
         return wrap_parts(row, format, self.x), wrap_parts(column, format, self.x, columnwise=True)
 
     def _one_direction(self, cast: Cast, *, columnwise: bool) -> Matrix:
@@ -122,7 +194,7 @@ class _Operands:
         key = self.keys[columnwise] if cast.stochastic else None
         if not columnwise:
             return quantize_operand(self.x, cast, self.eps, key=key, multiplier=self.multiplier)
-        options = {"rotate": cast.rotate, "eps": eps_for(cast.format, self.eps)}
+        options = {"rotate": cast.rotate, "eps": eps_for(cast.format, self.eps), "mark": True}
         q = ops.quantize_columnwise(self.x, key, self.multiplier, format=cast.format, **options)
         return wrap_parts(q, cast.format, self.x, columnwise=True)
 
@@ -173,26 +245,18 @@ def _joined(q: QuantizedArray, *, columnwise: bool) -> QuantizedArray:
 # ---- overflow
 
 
-_E8M0_NAN = 0xFF
-
-
 def is_finite(x: jax.Array, over: explicit.Axes = frozenset()) -> jax.Array:
-    """Returns bool (): whether x is finite on all ranks of these mesh axes."""
-    finite = jnp.isfinite(x).all()
+    """Returns bool (): whether x contains no Inf on any rank of these mesh axes. A NaN has a NaN code or scale."""
+    finite = ~jnp.isinf(x).any()
     return lax.pmin(finite.astype(jnp.int32), tuple(over)) == 1 if over else finite
 
 
 def propagate(q: QuantizedArray, finite: jax.Array) -> QuantizedArray:
     """Makes all values of q NaN unless its source is `finite`: bool (), or [stack] for each matrix of a stack."""
-    if q.tensor_scale is not None:
-        return q.replace(tensor_scale=jnp.where(finite, q.tensor_scale, jnp.nan))
-    return q.replace(scales=jnp.where(finite[..., None, None], q.scales, _nan(q)))
+    parts = unless(finite, Quantized(q.codes, q.scales, q.tensor_scale))
+    return q.replace(scales=parts.scales, tensor_scale=parts.tensor_scale)
 
 
 def propagate_rows(q: QuantizedArray, finite: jax.Array) -> QuantizedArray:
     """Makes rows of q NaN whose source isn't finite: bool [rows]; q has blocks of one row."""
-    return q.replace(scales=jnp.where(finite[:, None], q.scales, _nan(q)))
-
-
-def _nan(q: QuantizedArray) -> jax.Array:
-    return jnp.asarray(_E8M0_NAN if q.scales.dtype == jnp.uint8 else jnp.nan, q.scales.dtype)
+    return q.replace(scales=jnp.where(finite[:, None], q.scales, nan_scale(q.scales)))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from blockfp.definition import alignment, layout
+from blockfp.definition import alignment, layout, numerics
 from blockfp.definition.numerics import Quantized
+from blockfp.formats import Format
 from blockfp.kernels.products import BLOCK_SCALES, TENSOR_SCALES
 from blockfp.kernels.routes import HOPPER, Route, exact_in_bfloat16, route
 
@@ -17,7 +23,61 @@ from ..arrays.identity import view_codes, view_scales
 from ..implementations import choice, cuda, explicit
 from . import partitioned
 
-Matrix = jax.Array | QuantizedArray
+
+@partial(jax.tree_util.register_dataclass, data_fields=("codes", "scales"), meta_fields=("format", "columns", "dtype"))
+@dataclass(frozen=True)
+class Aligned:
+    """MX codes [lines, columns] that were aligned as they were quantized (`blockfp.definition.alignment`).
+
+    Attributes:
+        codes: uint8 [lines, columns rounded up to 16].
+        scales: float32 [ceil(columns / 128), lines rounded up to 4].
+        format: the MX format.
+        columns: length of the lines.
+        dtype: dtype of the original.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    format: Format
+    columns: int
+    dtype: np.dtype
+
+    @classmethod
+    def of(cls, parts: Quantized, format: Format, columns: int, dtype: np.dtype) -> Aligned:
+        """Aligns codes and scales as the CUDA library does."""
+        codes, scales, _ = alignment.align(parts.codes, parts.scales, format, columns=columns)
+        codes = jnp.pad(codes, ((0, 0), (0, -columns % 16)))
+        return cls(codes, jnp.pad(scales.T, ((0, 0), (0, -scales.shape[0] % 4))), format, columns, dtype)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[lines, columns]."""
+        return self.codes.shape[0], self.columns
+
+    def dequantize(self, dtype: Any) -> jax.Array:
+        """Returns the values in `dtype`."""
+        codes, scales = self.codes[:, : self.columns], self.scales[:, : self.codes.shape[0]].T
+        parts = codes, scales, None, alignment.aligned_format(self.format), jnp.dtype(dtype).name
+        return numerics.dequantize(*parts, columns=self.columns)
+
+
+Matrix = jax.Array | QuantizedArray | Aligned
+
+
+def computed_once(y: jax.Array) -> jax.Array:
+    """Returns a product in such a way that XLA computes it once.
+
+    XLA:GPU writes a product that a scan stacks straight into the stack, and makes a second one for whatever else reads it.
+    """
+    return lax.optimization_barrier(y) if choice.has_gpu() else y
+
+
+def aligns(own: Format | None, other: Format | None, *, exact: bool) -> bool:
+    """Returns whether the product of these formats aligns its operands on this machine, so that casts should."""
+    if own is None or other is None or exact or choice.missing_product(0) is not None:
+        return False
+    return route(own, other, platform="cuda", capability=capability()).mode == "aligned"
 
 
 def product(a: Matrix, b: Matrix, dtype, *, bias: jax.Array | None = None, fast: bool, exact: bool = False) -> jax.Array:
@@ -67,7 +127,7 @@ def capability() -> tuple[int, int]:
 
 
 def _format(x: Matrix):
-    return x.format if isinstance(x, QuantizedArray) else None
+    return x.format if isinstance(x, QuantizedArray | Aligned) else None
 
 
 def _contract(a: jax.Array, b: jax.Array, dtype=jnp.float32, precision=None) -> jax.Array:
@@ -120,10 +180,14 @@ def _aligned(a: QuantizedArray, b: QuantizedArray, bias, dtype, chosen: Route, f
 
 def _by_library(a: QuantizedArray, b: QuantizedArray, bias, dtype, fast: bool, *, aligned: bool = False) -> jax.Array:
     over = (explicit.varying(leaf) for leaf in jax.tree.leaves((a, b, bias)))
-    operands = [(Quantized(x.codes, x.scales, None), x.format) for x in (a, b)]
+    parts = [Quantized(x.codes, x.scales, None) for x in (a, b)]
+    operands = [(part, x.format) for part, x in zip(parts, (a, b), strict=True)]
     bands = aligned and b.format.square
     if aligned and 0 not in (*a.shape, *b.shape):
-        operands = [(cuda.align(x, f, a.columns), alignment.aligned_format(f)) for x, f in operands]
+        operands = [
+            (part if isinstance(x, Aligned) else cuda.align(part, x.format, x.columns), alignment.aligned_format(x.format))
+            for part, x in zip(parts, (a, b), strict=True)
+        ]
     options = {"capability": capability(), "fast": fast, "ordered": aligned, "bands": bands}
     out = cuda.product(*operands[0], *operands[1], dtype, bias=bias, **options)
     return explicit.vary(out, frozenset().union(*over))
@@ -149,7 +213,7 @@ def _as_scaled(x: QuantizedArray) -> tuple[jax.Array, jax.Array]:
 
 def _dequantized(a: Matrix, b: Matrix, bias, dtype, chosen: Route, fast: bool) -> jax.Array:
     # A high-precision operand must not be rounded to the dtype that suffices for the quantized one.
-    plain = {x.dtype.name for x in (a, b) if not isinstance(x, QuantizedArray)}
+    plain = {x.dtype.name for x in (a, b) if _format(x) is None}
     working = "bfloat16" if chosen.dtype == "bfloat16" and plain <= {"bfloat16"} else "float32"
     values, factors = zip(*(_values(x, working, chosen.scale_product) for x in (a, b)), strict=True)
     # In fp32, a GPU's default precision would round operands to TF32.
@@ -165,6 +229,8 @@ def _dequantized(a: Matrix, b: Matrix, bias, dtype, chosen: Route, fast: bool) -
 
 def _values(x: Matrix, dtype: str, apart: bool) -> tuple[jax.Array, jax.Array | None]:
     """Returns (values, factor): with `apart`, the factor is the tensor scale, to be multiplied after the product."""
+    if isinstance(x, Aligned):
+        return x.dequantize(dtype), None
     if not isinstance(x, QuantizedArray):
         return x.astype(dtype), None
     if not apart or not x.format.has_tensor_scale:

@@ -22,7 +22,7 @@ from ..implementations.carriers import carrier_of, is_carrier
 from ..implementations.derivatives import hadamard, straight_through
 from ..params.params import dequantize_params
 from .layer_placement import LayerPlacement
-from .products import Matrix
+from .products import Aligned, Matrix
 from .tiles import Tiles, gather_rows
 
 Product = Callable[[jax.Array, jax.Array], jax.Array]
@@ -56,7 +56,10 @@ def same_values(recipe: Recipe) -> bool:
 
 def values(x: Matrix, carrier: Any = None, *, transposed: bool = False, rotated: bool = False) -> jax.Array:
     """Returns an operand's fp32 values, with rotation and transposition undone, and the derivative of `carrier`."""
-    y: Any = dequantize_params(x, jnp.float32) if isinstance(x, QuantizedArray) else x.astype(jnp.float32)
+    if isinstance(x, Aligned):
+        y: Any = x.dequantize(jnp.float32)
+    else:
+        y = dequantize_params(x, jnp.float32) if isinstance(x, QuantizedArray) else x.astype(jnp.float32)
     y = hadamard(y, inverse=True) if rotated else y
     y = jnp.swapaxes(y, -1, -2) if transposed else y
     return y if carrier is None else straight_through(y, carrier)

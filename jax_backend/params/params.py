@@ -79,11 +79,13 @@ def quantize_params(tree: Any, recipe: Recipe | str | ByPath, *, filter_fn: Filt
     return converted
 
 
-def quantize_weight(x: jax.Array, format, *, nominal: np.dtype | None = None, shared: bool = False) -> QuantizedArray:
+def quantize_weight(
+    x: jax.Array, format, *, nominal: np.dtype | None = None, shared: bool = False, mark: bool = False
+) -> QuantizedArray:
     """Quantizes a weight, or each weight of a stack separately; the result is a constant (see `with_derivative`).
 
     x is [..., out, in]. `nominal` is the result's dtype, x's own by default. With `shared`, a stack's matrices share one tensor
-    scale.
+    scale. `mark` is that of `ops.quantize`.
     """
     if not is_matrix("", x) or x.dtype == np.float64:
         raise TypeError(
@@ -93,7 +95,7 @@ def quantize_weight(x: jax.Array, format, *, nominal: np.dtype | None = None, sh
     dtype = np.dtype(x.dtype) if nominal is None else nominal
 
     def one(matrix):
-        return ops.quantize(matrix, None, format=format, nominal=dtype.name)
+        return ops.quantize(matrix, None, format=format, nominal=dtype.name, mark=mark)
 
     for _ in range(x.ndim - 2 if format.has_tensor_scale and not shared else 0):
         one = jax.vmap(one)

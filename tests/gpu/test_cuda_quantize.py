@@ -312,7 +312,7 @@ def test_delayed_scaling_casts_and_records():
     scale, recorded = torch.tensor([3.0], device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
     codes, stored = torch.empty((128, 256), dtype=torch.uint8, device="cuda"), torch.empty((1, 1), device="cuda")
     cuda_library.library().quantize(
-        to_gpu(x), scale, recorded, None, codes, stored, None, None, None, None, *format_numbers(Format.parse("fp8_e4m3")),
+        to_gpu(x), scale, None, recorded, codes, stored, None, None, None, None, *format_numbers(Format.parse("fp8_e4m3")),
         False, 0, 0, False, False, 0, 0, 0, 0,
     )  # fmt: skip
     import ml_dtypes

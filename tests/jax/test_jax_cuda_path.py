@@ -1,12 +1,14 @@
 """JAX's code of the CUDA path: dense, aligned and grouped products, with kernels that the definition carries out."""
 
+import math
+
 import emulated_cuda_in_jax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from blockfp.jax_backend.implementations import choice, cuda
-from blockfp.jax_backend.linear import grouped, grouped_codes, grouped_products, products
+from blockfp.jax_backend.linear import grouped, grouped_codes, grouped_products, operands, products
 
 import blockfp.jax as bfp
 from blockfp import recipes
@@ -91,6 +93,24 @@ def align(out, codes, scales, *, element, block_rows, columns, turned):
     return jax.pure_callback(run, tuple(out), codes, scales)
 
 
+def quantize_aligned(out, x, *, element, block_rows, block_columns, rule):
+    format = next(f for f in FORMATS if format_numbers(f) == (element, block_rows, block_columns, rule))
+    (recorded, *both), stored = out[:5], out[5:]
+    assert recorded.shape == (1,)
+    assert not any(map(math.prod, [one.shape for one in stored]))
+
+    def run(x):
+        made = [jnp.zeros(1, jnp.int32)]
+        for turned, codes in ((x, both[0]), (x.T, both[2])):
+            q = numerics.quantize(np.ascontiguousarray(turned), format)
+            one = alignment.align(q.codes, q.scales, format, columns=turned.shape[1])
+            made.append(np.pad(one.codes, ((0, 0), (0, codes.shape[1] - turned.shape[1]))))
+            made.append(np.pad(one.scales.T, ((0, 0), (0, -turned.shape[0] % 4)), constant_values=np.nan))
+        return *made, *(np.zeros(one.shape, one.dtype) for one in stored)
+
+    return jax.pure_callback(lambda x: run(np.asarray(x)), tuple(out), x)
+
+
 def product(outs, a, b, a_scales, b_scales, ends, bias, **numbers):
     out, workspace = outs
     wanted = {"a_block_rows": 1, "a_ordered": 1, "b_ordered": 1, "own": 1, "accumulate": 0}
@@ -116,7 +136,7 @@ def library(monkeypatch):
     def call(name, out, *arrays, **attributes):
         called.append(name)
         assert set(attributes) == set(calls.SIGNATURES[name][1])
-        return {"align": align, "product": product}[name](out, *arrays, **attributes)
+        return {"align": align, "product": product, "quantize_aligned": quantize_aligned}[name](out, *arrays, **attributes)
 
     def hopper(a, b, *, platform, capability=None, exact=False, **sizes):
         chosen = routes.route(a, b, platform="cuda", capability=(9, 0), exact=exact, **sizes)
@@ -127,6 +147,7 @@ def library(monkeypatch):
     monkeypatch.setattr(products, "route", hopper)
     monkeypatch.setattr(products, "capability", lambda: (9, 0))
     monkeypatch.setattr(choice, "missing_product", lambda version: None)
+    monkeypatch.setattr(operands.explicit, "on_device", lambda kernel, definition, *arrays: kernel(*arrays))
     return called
 
 
@@ -275,7 +296,7 @@ def played(monkeypatch):
     ):
         monkeypatch.setattr(cuda, name, function)
     for module in (grouped_codes, grouped_products):
-        monkeypatch.setattr(module, "on_device", lambda kernel, definition, *operands: kernel(*operands))
+        monkeypatch.setattr(module.explicit, "on_device", lambda kernel, definition, *operands: kernel(*operands))
     monkeypatch.setattr(grouped_products, "capability", lambda: (9, 0))
     monkeypatch.setattr(grouped, "all_at_once", lambda *_: True)
     jax.clear_caches()

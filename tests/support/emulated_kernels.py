@@ -113,7 +113,7 @@ def amax_blocks(x, blocks, nan, tensor, element, block_rows, block_columns, rule
 
 
 def quantize(
-    x, amax, recorded, key, codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t, element, block_rows, block_columns,
+    x, amax, key, recorded, codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t, element, block_rows, block_columns,
     rule, measure, eps_bits, largest_bits, rotate_t, mark, row, column, rows, columns,
 ):  # fmt: skip
     format = BY_NUMBERS[element, block_rows, block_columns, rule]
@@ -248,14 +248,25 @@ def quantize_aligned(
 def _made(made, amax, recorded, codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t, numbers):
     *format, measure, eps_bits, largest_bits, rotate_t = numbers
     parts = (codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t)
-    quantize(made, amax, recorded, None, *parts, *format, measure, eps_bits, largest_bits, rotate_t, True, 0, 0, 0, 0)
+    quantize(made, amax, None, recorded, *parts, *format, measure, eps_bits, largest_bits, rotate_t, True, 0, 0, 0, 0)
 
 
 _ACTIVATIONS = {row.number: name for name, row in ROWS.items()}
 
 
-def quantize_gated(gate, up, amax, recorded, c, s, t, c_t, s_t, t_t, number, *numbers):
-    _made(activate(gate, up, _ACTIVATIONS[number]), amax, recorded, c, s, t, c_t, s_t, t_t, numbers)
+def quantize_gated(gate, up, amax, recorded, codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t, number, *numbers):
+    _made(
+        activate(gate, up, _ACTIVATIONS[number]),
+        amax,
+        recorded,
+        codes,
+        scales,
+        tensor_scale,
+        codes_t,
+        scales_t,
+        tensor_scale_t,
+        numbers,
+    )
 
 
 def quantize_gated_aligned(gate, up, recorded, codes, scales, codes_t, scales_t, number, *format):

@@ -17,10 +17,13 @@ from blockfp.kernels import switch
 
 _FUNCTIONS = {each.__name__: each for each in (*emulated_kernels.FUNCTIONS, *emulated_groups.FUNCTIONS)}
 _MAY_BE_ABSENT = {
-    "quantize": ("amax", "recorded", "key", "codes", "scales", "tensor_scale", "codes_t", "scales_t", "tensor_scale_t"),
+    "quantize": ("amax", "key", "recorded", "codes", "scales", "tensor_scale", "codes_t", "scales_t", "tensor_scale_t"),
+    "quantize_aligned": ("codes", "scales", "codes_t", "scales_t", "stored_t", "stored_scales_t"),
+    "quantize_gated_aligned": ("up", "codes", "scales", "codes_t", "scales_t"),
     "dequantize": ("tensor_scale",),
     "product": ("ends", "bias", "workspace"),
 }
+_MAY_BE_ABSENT["quantize_gated"] = ("up", *(name for name in _MAY_BE_ABSENT["quantize"]))
 _MAY_BE_ABSENT["quantize_groups"] = (*_MAY_BE_ABSENT["quantize"], "keys", "overflows")
 
 calls = []
@@ -33,7 +36,12 @@ def launches():
     own = jax.lax.platform_dependent
 
     def on_cuda(*arrays, default=None, cuda=None, **others):
-        return own(*arrays, default=default, **others) if cuda is None else cuda(*arrays)
+        if cuda is None:
+            return own(*arrays, default=default, **others)
+        # JAX lowers both, and refuses results of other types.
+        types = [jax.eval_shape(branch, *arrays) for branch in (cuda, default)]
+        assert str(types[0]) == str(types[1]), types
+        return cuda(*arrays)
 
     with contextlib.ExitStack() as patches:
         for place, name, value in (

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockfp.kernels.calls import ACTIVATIONS
+
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
 Layout = Literal["apart", "halves", "pairs"]
 
@@ -34,7 +36,7 @@ class Row(NamedTuple):
     Attributes:
         forward: gate -> activation(gate).
         backward: (gradient, gate) -> gradient of the gate, with autograd's bits.
-        number: in the CUDA library (`Activation` of kernels/cuda/arguments.h).
+        number: in the CUDA library.
     """
 
     forward: Callable[[Tensor], Tensor]
@@ -42,9 +44,9 @@ class Row(NamedTuple):
     number: int
 
 
-def _gelu(approximate: str, number: int) -> Row:
+def _gelu(approximate: str, name: str) -> Row:
     backward = partial(torch.ops.aten.gelu_backward.default, approximate=approximate)
-    return Row(partial(F.gelu, approximate=approximate), backward, number)
+    return Row(partial(F.gelu, approximate=approximate), backward, ACTIVATIONS[name])
 
 
 def _relu2(gate: Tensor) -> Tensor:
@@ -58,10 +60,10 @@ def _relu2_backward(gradient: Tensor, gate: Tensor) -> Tensor:
 
 
 ROWS: dict[str, Row] = {
-    "silu": Row(F.silu, torch.ops.aten.silu_backward.default, 0),
-    "gelu_tanh": _gelu("tanh", 1),
-    "gelu": _gelu("none", 2),
-    "relu2": Row(_relu2, _relu2_backward, 3),
+    "silu": Row(F.silu, torch.ops.aten.silu_backward.default, ACTIVATIONS["silu"]),
+    "gelu_tanh": _gelu("tanh", "gelu_tanh"),
+    "gelu": _gelu("none", "gelu"),
+    "relu2": Row(_relu2, _relu2_backward, ACTIVATIONS["relu2"]),
 }
 
 

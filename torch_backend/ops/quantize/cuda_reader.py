@@ -13,7 +13,7 @@ from torch import Tensor
 
 from blockfp.definition.scaling import eps_for
 from blockfp.kernels import calls
-from blockfp.kernels.calls import OperandCast, cuda_rotates
+from blockfp.kernels.calls import OperandCast
 from blockfp.kernels.cuda_library import library
 
 from .. import cuda
@@ -28,9 +28,6 @@ Read = Callable[..., list[Tensor]]
 x is a matrix, or a tuple of the inputs of what is made; amax int32 [1], multiplier float32 of one element, keys int32 [2, 2],
 or None. The amax is returned with a multiplier, and of what is made in formats with one scale per tensor.
 """
-
-_MADE = {("e4m3", None), ("e4m3", 128), ("e4m3", 32), ("e3m2", 32), ("e2m1", 32), ("e2m1", 16)}
-"""Elements and lengths of 1-D blocks, None for the whole tensor (kMadeBlock in kernels/cuda/quantize/sources.cuh)."""
 
 
 def reader(x: Tensor, cast: OperandCast, *, one_scale: bool = False, function: str = "quantize", first: float = 0) -> Read:
@@ -72,7 +69,7 @@ def reader(x: Tensor, cast: OperandCast, *, one_scale: bool = False, function: s
                 check_beside(x[0] if of_made else x, "x", **{given: known})
             arrays[0] = known
         if keyed:
-            arrays[2] = keys
+            arrays[1] = keys
         if one_scale:
             arrays[7] = arrays[4]
         if of_made:
@@ -94,16 +91,7 @@ def reader(x: Tensor, cast: OperandCast, *, one_scale: bool = False, function: s
 
 def made_reader(x: Tensor, cast: OperandCast, function: str, first: float) -> Read | None:
     """`reader` of what a kernel makes of inputs that lie as x does; None where it doesn't have the format or the lengths."""
-    format, (rows, columns) = cast.format, x.shape
-    if (cast.rotates and not cuda_rotates(format)) or (cast.row is not None and cast.column not in (None, cast.row)):
-        return None
-    tall, length = format.block or (1, None)
-    if format.scale.four_over_six or tall != 1 or (format.element.name, length) not in _MADE:
-        return None
-    whole = 8 if cast.one_pass(stored=False) else 32 if format.element.bits == 4 else 16
-    if rows % whole if cast.column is not None or whole == 8 else columns % (length or 1):
-        return None
-    return reader(x, cast, function=function, first=first)
+    return reader(x, cast, function=function, first=first) if cast.of_made(*x.shape) else None
 
 
 def _rows_reader(cast: OperandCast) -> Read:
