@@ -259,6 +259,12 @@ def round_nearest(significand: Array, exponent: Array, mantissa_bits: int, emin:
     return quotient + xp.astype(up, xp.int32) + (at_least(exponent - emin, 0) << mantissa_bits)
 
 
+def truncate(significand: Array, exponent: Array, mantissa_bits: int, emin: int, point: int | Array = 23) -> Array:
+    """Returns what `round_nearest` returns, rounded towards zero."""
+    quotient, _, _ = _cut(array_namespace(exponent), significand, exponent, mantissa_bits, emin, point)
+    return quotient + (at_least(exponent - emin, 0) << mantissa_bits)
+
+
 def round_stochastic(
     significand: Array, exponent: Array, mantissa_bits: int, emin: int, random: Array, random_bits: int = 8
 ) -> Array:

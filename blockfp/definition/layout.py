@@ -121,9 +121,9 @@ def pack(codes: Array, bits: int) -> Array:
         return codes
     xp = array_namespace(codes)
     if bits == 4:
-        pairs = _groups(codes, 2)
+        pairs = split_groups(codes, 2)
         return pairs[..., 0] | (pairs[..., 1] << 4)
-    fours = xp.astype(_groups(codes, 4), xp.int32)
+    fours = xp.astype(split_groups(codes, 4), xp.int32)
     word = fours[..., 0] | (fours[..., 1] << 6) | (fours[..., 2] << 12) | (fours[..., 3] << 18)
     threes = xp.stack([word & 0xFF, (word >> 8) & 0xFF, word >> 16], axis=-1)
     return xp.astype(threes, xp.uint8).reshape((*codes.shape[:-1], packed_columns(codes.shape[-1], 6)))
@@ -137,14 +137,14 @@ def unpack(packed: Array, bits: int, columns: int) -> Array:
     if bits == 4:
         codes = xp.stack([packed & 0xF, packed >> 4], axis=-1)
     else:
-        threes = xp.astype(_groups(packed, 3), xp.int32)
+        threes = xp.astype(split_groups(packed, 3), xp.int32)
         word = threes[..., 0] | (threes[..., 1] << 8) | (threes[..., 2] << 16)
         codes = xp.astype(xp.stack([(word >> (6 * i)) & 0x3F for i in range(4)], axis=-1), xp.uint8)
     *leading, groups, size = codes.shape
     return codes.reshape((*leading, groups * size))[..., :columns]
 
 
-def _groups(x: Array, size: int) -> Array:
+def split_groups(x: Array, size: int) -> Array:
     """Reshapes [..., n] to [..., ceil(n / size), size], padded with zeros."""
     groups = -(-x.shape[-1] // size)
     x = _pad(x, 0, groups * size - x.shape[-1], -1)

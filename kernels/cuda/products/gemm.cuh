@@ -157,6 +157,8 @@ struct Factors {
   float upper[3], lower[3];
 };
 
+// total += sums times their scales. Every operation is named, so that no compiler joins or separates any: the order and the
+// rounding are defined in blockfp/definition/products.py.
 template <Scaling S, int Sums>
 __device__ __forceinline__ void promote(float (&total)[Sums], const float (&sums)[Sums], const Factors& by, uint32_t columns_at) {
   float upper = 0, lower = 0;
@@ -166,23 +168,23 @@ __device__ __forceinline__ void promote(float (&total)[Sums], const float (&sums
       if (i % 16 == 0) {
         // The scale of this thread's first column stands for all 32.
         const float of_band = hopper::load(columns_at + i * 2 * 4);
-        upper = by.upper[0] * of_band, lower = by.lower[0] * of_band;
+        upper = __fmul_rn(by.upper[0], of_band), lower = __fmul_rn(by.lower[0], of_band);
       }
 #pragma unroll
-      for (int j = 0; j < 4; ++j) total[i + j] += (j < 2 ? upper : lower) * sums[i + j];
+      for (int j = 0; j < 4; ++j) total[i + j] = __fmaf_rn(j < 2 ? upper : lower, sums[i + j], total[i + j]);
     } else if constexpr (S == Scaling::kTensor) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) total[i + j] += sums[i + j];
+      for (int j = 0; j < 4; ++j) total[i + j] = __fadd_rn(total[i + j], sums[i + j]);
     } else if constexpr (S == Scaling::kSquares) {
       const float scales[] = {by.upper[i / 32], by.lower[i / 32]};
 #pragma unroll
-      for (int j = 0; j < 4; ++j) total[i + j] += scales[j / 2] * sums[i + j];
+      for (int j = 0; j < 4; ++j) total[i + j] = __fmaf_rn(scales[j / 2], sums[i + j], total[i + j]);
     } else {
       const float2 of_columns = hopper::load_pair(columns_at + i * 2 * 4);
-      const float scales[] = {by.upper[0] * of_columns.x, by.upper[0] * of_columns.y, by.lower[0] * of_columns.x,
-                              by.lower[0] * of_columns.y};
+      const float scales[] = {__fmul_rn(by.upper[0], of_columns.x), __fmul_rn(by.upper[0], of_columns.y),
+                              __fmul_rn(by.lower[0], of_columns.x), __fmul_rn(by.lower[0], of_columns.y)};
 #pragma unroll
-      for (int j = 0; j < 4; ++j) total[i + j] += scales[j] * sums[i + j];
+      for (int j = 0; j < 4; ++j) total[i + j] = __fmaf_rn(scales[j], sums[i + j], total[i + j]);
     }
   }
 }
@@ -204,7 +206,7 @@ __device__ __forceinline__ void finish_rows(const GemmArguments& p, float (&sums
   if constexpr (S == Scaling::kTensor || S == Scaling::kValues) {
     const float by_a = p.a_factor[group * p.a_factor_step], by_b = p.b_factor[group * p.b_factor_step];
 #pragma unroll
-    for (int i = 0; i < Sums; ++i) sums[i] = sums[i] * by_a * by_b;
+    for (int i = 0; i < Sums; ++i) sums[i] = __fmul_rn(__fmul_rn(sums[i], by_a), by_b);
   }
   if (p.bias != nullptr) add_bias(p, sums, group, at.column);
   store(p, sums, at);
@@ -313,7 +315,8 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
         const float upper = hopper::load(at), lower = hopper::load(at + 8 * 4);
         if constexpr (Tile::kRowsOfB) return Factors{{upper}, {lower}};
         const float first = squares.first, second = squares.second, middle = squares.border_at_64 ? second : first;
-        return Factors{{upper * first, upper * middle, upper * second}, {lower * first, lower * middle, lower * second}};
+        return Factors{{__fmul_rn(upper, first), __fmul_rn(upper, middle), __fmul_rn(upper, second)},
+                       {__fmul_rn(lower, first), __fmul_rn(lower, middle), __fmul_rn(lower, second)}};
       };
       if constexpr (kScaling == Scaling::kValues) {
         int before = -1;

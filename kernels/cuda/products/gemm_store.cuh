@@ -101,7 +101,7 @@ __device__ __forceinline__ void store_fours(const GemmArguments& p, const float 
       Four four{};
       if (p.accumulate) four = *to;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) four.raw[j] = rounded<T>(p.accumulate ? x[j] + value_at(&four.raw[j], T::kId, 0) : x[j]);
+      for (int j = 0; j < 4; ++j) four.raw[j] = rounded<T>(p.accumulate ? __fadd_rn(x[j], value_at(&four.raw[j], T::kId, 0)) : x[j]);
       *to = four;
     }
   }
@@ -119,7 +119,7 @@ __device__ __forceinline__ void store_ones(const GemmArguments& p, const float (
     const int half = i / 2 % 2, on = i / 4 * 8 + i % 2;
     if (row + half * 8 < at.end_row && column + on < p.n) {
       Raw* const to = static_cast<Raw*>(p.out) + (row + half * 8) * p.n + column + on;
-      *to = rounded<T>(sums[i] + (p.accumulate ? value_at(to, T::kId, 0) : 0));
+      *to = rounded<T>(p.accumulate ? __fadd_rn(sums[i], value_at(to, T::kId, 0)) : sums[i]);
     }
   }
 }
@@ -157,7 +157,7 @@ __device__ __forceinline__ void add_bias(const GemmArguments& p, float (&sums)[S
     for (int j = 0; j < 2; ++j) {
       const int c = column + i * 2 + j;
       const float bias = c < p.n ? value_at(p.bias, p.bias_dtype, static_cast<int64_t>(group) * p.n + c) : 0;
-      sums[i + j] += bias, sums[i + 2 + j] += bias;
+      sums[i + j] = __fadd_rn(sums[i + j], bias), sums[i + 2 + j] = __fadd_rn(sums[i + 2 + j], bias);
     }
   }
 }
