@@ -30,7 +30,7 @@ from .arguments import transposed_weight
 from .delayed import DelayedState, cotangent
 from .layer_placement import LayerPlacement
 from .operands import Pair
-from .products import Matrix, computed_once
+from .products import Matrix, Side, computed_once
 from .prologue import values_of
 from .straight_through import (
     LayerInputs,
@@ -91,16 +91,16 @@ class Layer(ABC):
 
     @abstractmethod
     def multiply_rows(
-        self, operand: Matrix, weight: Matrix, tiles: Any, dtype: np.dtype, *, bias: jax.Array | None = None, fast: bool
+        self, operand: Side, weight: Matrix, tiles: Any, dtype: np.dtype, *, bias: jax.Array | None = None, fast: bool
     ) -> jax.Array:
         """Multiplies a rowwise operand by the transposed weight and adds a bias before rounding: y of x."""
 
-    def multiply_rows_back(self, gradient: Matrix, weight: Matrix, tiles: Any, *, fast: bool) -> jax.Array:
+    def multiply_rows_back(self, gradient: Side, weight: Matrix, tiles: Any, *, fast: bool) -> jax.Array:
         """Multiplies the rowwise gradient by the weight: dx."""
         return self.multiply_rows(gradient, transposed_weight(weight, self.recipe), tiles, self.dtype, fast=fast)
 
     @abstractmethod
-    def multiply_columns(self, gradient: Matrix, x: Matrix, tiles: Any, *, fast: bool) -> jax.Array:
+    def multiply_columns(self, gradient: Side, x: Side, tiles: Any, *, fast: bool) -> jax.Array:
         """Multiplies two columnwise operands: the gradient of the weight."""
 
     @abstractmethod
@@ -129,7 +129,7 @@ class Layer(ABC):
         return scaling.delayed_multiplier(scale, amax, format, self.recipe.eps)
 
     @abstractmethod
-    def values(self, operand: Matrix, tiles: Any, carrier: Any, cast: Cast, *, transposed: bool = False) -> jax.Array:
+    def values(self, operand: Side, tiles: Any, carrier: Any, cast: Cast, *, transposed: bool = False) -> jax.Array:
         """Returns the fp32 values [tokens, features] of a quantized x or gradient, with the derivative of `carrier`."""
 
     @abstractmethod
@@ -149,8 +149,8 @@ class Residuals(NamedTuple):
         types: mesh axes that the arguments vary over.
     """
 
-    row: Matrix | None
-    column: Matrix | None
+    row: Side | None
+    column: Side | None
     weight: Matrix
     tiles: Any
     key: jax.Array | None

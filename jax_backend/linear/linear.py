@@ -169,9 +169,10 @@ def linear_to(
     layer = _Linear(run, placement, *dtypes, activation, layout)
 
     def multiply(x, up, weight, carrier, bias, words, state):
-        gate, *rest = (one if one is None else one.reshape(math.prod(x.shape[:-1]), x.shape[-1]) for one in (x, up))
-        tokens: Any = placement.own(gate if activation is None else activated(gate, *rest, activation), gradient=False)
-        tokens = tokens if activation is None else Made(tokens, gate, *rest)
+        shape = math.prod(x.shape[:-1]), x.shape[-1]
+        gate, up = x.reshape(shape), None if up is None else up.reshape(shape)
+        tokens: Any = placement.own(gate if activation is None else activated(gate, up, activation), gradient=False)
+        tokens = tokens if activation is None else Made(tokens, gate, up)
         y, state = layer(tokens, weight, carrier, bias, None, words, state)
         return y.reshape(*leading, y.shape[-1]), state
 

@@ -24,10 +24,10 @@ from ..implementations import choice, cuda, explicit, ops
 from ..implementations.backend import marked, nan_scale, unless
 from ..implementations.xla import XLA
 from .layer_placement import LayerPlacement
-from .products import Aligned, Matrix, aligns
+from .products import Aligned, Matrix, Side, aligns
 from .prologue import Made, values_of
 
-Pair = tuple[Matrix | None, Matrix | None]
+Pair = tuple[Side | None, Side | None]
 
 
 def input_operands(
@@ -138,9 +138,9 @@ class _Operands:
             return None
         if choice.missing_product(0) is not None:
             return None
-        formats = [None if cast is None else cast.format for cast in (row, column)]
+        of_row, of_column = (None if cast is None else cast.format for cast in (row, column))
         rotated, given = column is not None and column.rotate, None if self.multiplier is None else "multiplier"
-        plain = OperandCast(*formats, given, rotate=rotated, eps=eps_for(format, self.eps))
+        plain = OperandCast(of_row, of_column, given, rotate=rotated, eps=eps_for(format, self.eps))
         for gated in (True, False) if self.source is not None else (False,):
             cast = plain._replace(aligned=self.aligned)
             cast = cast if cast.one_pass(stored=not gated) and self.x.size else plain
@@ -163,14 +163,15 @@ class _Operands:
             found: list[Quantized | None] = [None, None]
             for way, turned in enumerate((x, rotate(x.mT) if cast.rotate else x.mT)):
                 if cast[way] is not None:
-                    found[way] = marked(XLA.quantize)(turned, None, multiplier, format=format, eps=cast.eps)
+                    parts = marked(XLA.quantize)(turned, None, multiplier, format=format, eps=cast.eps)
                     if cast.aligned[way]:
-                        aligned = Aligned.of(found[way], format, lengths[way], x.dtype)
-                        found[way] = Quantized(aligned.codes, aligned.scales, None)
+                        aligned = Aligned.of(parts, format, lengths[way], x.dtype)
+                        parts = Quantized(aligned.codes, aligned.scales, None)
+                    found[way] = parts
             return found[0], found[1]
 
         parts = explicit.on_device(kernel, definition, x, tuple(inputs), self.multiplier)
-        made: list[Matrix | None] = [None, None]
+        made: list[Side | None] = [None, None]
         for way, part in enumerate(parts):
             if part is not None and cast.aligned[way]:
                 made[way] = Aligned(part.codes, part.scales, format, lengths[way], np.dtype(x.dtype))

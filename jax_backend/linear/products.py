@@ -62,7 +62,9 @@ class Aligned:
         return numerics.dequantize(*parts, columns=self.columns)
 
 
-Matrix = jax.Array | QuantizedArray | Aligned
+Matrix = jax.Array | QuantizedArray
+Side = Matrix | Aligned
+"""A side of a product."""
 
 
 def computed_once(y: jax.Array) -> jax.Array:
@@ -80,7 +82,7 @@ def aligns(own: Format | None, other: Format | None, *, exact: bool) -> bool:
     return route(own, other, platform="cuda", capability=capability()).mode == "aligned"
 
 
-def product(a: Matrix, b: Matrix, dtype, *, bias: jax.Array | None = None, fast: bool, exact: bool = False) -> jax.Array:
+def product(a: Side, b: Side, dtype, *, bias: jax.Array | None = None, fast: bool, exact: bool = False) -> jax.Array:
     """Computes a @ b^T + bias, [m, n]: fp32 sums plus the bias, rounded once.
 
     Args:
@@ -126,7 +128,7 @@ def capability() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _format(x: Matrix):
+def _format(x: Side):
     return x.format if isinstance(x, QuantizedArray | Aligned) else None
 
 
@@ -211,7 +213,7 @@ def _as_scaled(x: QuantizedArray) -> tuple[jax.Array, jax.Array]:
     return codes[None], scales[None]
 
 
-def _dequantized(a: Matrix, b: Matrix, bias, dtype, chosen: Route, fast: bool) -> jax.Array:
+def _dequantized(a: Side, b: Side, bias, dtype, chosen: Route, fast: bool) -> jax.Array:
     # A high-precision operand must not be rounded to the dtype that suffices for the quantized one.
     plain = {x.dtype.name for x in (a, b) if _format(x) is None}
     working = "bfloat16" if chosen.dtype == "bfloat16" and plain <= {"bfloat16"} else "float32"
@@ -227,7 +229,7 @@ def _dequantized(a: Matrix, b: Matrix, bias, dtype, chosen: Route, fast: bool) -
     return _rounded(out, bias, dtype)
 
 
-def _values(x: Matrix, dtype: str, apart: bool) -> tuple[jax.Array, jax.Array | None]:
+def _values(x: Side, dtype: str, apart: bool) -> tuple[jax.Array, jax.Array | None]:
     """Returns (values, factor): with `apart`, the factor is the tensor scale, to be multiplied after the product."""
     if isinstance(x, Aligned):
         return x.dequantize(dtype), None

@@ -22,7 +22,7 @@ from ..implementations.carriers import carrier_of, is_carrier
 from ..implementations.derivatives import hadamard, straight_through
 from ..params.params import dequantize_params
 from .layer_placement import LayerPlacement
-from .products import Aligned, Matrix
+from .products import Aligned, Side
 from .tiles import Tiles, gather_rows
 
 Product = Callable[[jax.Array, jax.Array], jax.Array]
@@ -54,7 +54,7 @@ def same_values(recipe: Recipe) -> bool:
     return row.format is column.format and not (row.rotate or column.rotate) and (row.format is None or row.format.square)
 
 
-def values(x: Matrix, carrier: Any = None, *, transposed: bool = False, rotated: bool = False) -> jax.Array:
+def values(x: Side, carrier: Any = None, *, transposed: bool = False, rotated: bool = False) -> jax.Array:
     """Returns an operand's fp32 values, with rotation and transposition undone, and the derivative of `carrier`."""
     if isinstance(x, Aligned):
         y: Any = x.dequantize(jnp.float32)
@@ -65,7 +65,7 @@ def values(x: Matrix, carrier: Any = None, *, transposed: bool = False, rotated:
     return y if carrier is None else straight_through(y, carrier)
 
 
-def token_values(x: Matrix, tiles: Tiles, carrier: Any, cast: Cast, *, transposed: bool = False) -> jax.Array:
+def token_values(x: Side, tiles: Tiles, carrier: Any, cast: Cast, *, transposed: bool = False) -> jax.Array:
     """Returns `values` of tiles [tiles, rows, size] ([tiles, size, rows] if transposed) as rows [tokens, size]."""
     made = values(x)
     if cast.rotate:
