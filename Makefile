@@ -136,6 +136,7 @@ lint: .venv/dev
 
 .venv/torch:
 	@test -x $(BIN)/python || python3 -m venv .venv
+	$(PIP) --upgrade "pip>=25.1"  # reads pyproject.toml's dependency groups
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 	touch $@
 
@@ -149,11 +150,11 @@ lint: .venv/dev
 	touch $@
 
 .venv/dev: .venv/package
-	@$(PIP) "$$(echo $(ROOT)/dist/blockfp-*.whl)[dev]"
+	@$(PIP) --group dev
 	touch $@
 
 .venv/docs: .venv/package
-	@$(PIP) "$$(echo $(ROOT)/dist/blockfp-*.whl)[docs]"
+	@$(PIP) --group docs
 	touch $@
 
 .venv/model: .venv/torch
@@ -161,7 +162,7 @@ lint: .venv/dev
 	touch $@
 
 .venv/released: .venv/package
-	@$(PIP) "peft>=0.21" "transformers>=5.23"
+	@$(PIP) --group released
 	touch $@
 
 clean:
