@@ -133,6 +133,7 @@ lint: .venv/dev
 	rm -rf build/types
 	$(BIN)/python -m zipfile -e dist/blockfp-*.whl build/types
 	$(BIN)/pyright
+	$(BIN)/mypy
 
 .venv/torch:
 	@test -x $(BIN)/python || python3 -m venv .venv

@@ -11,7 +11,7 @@ import numpy as np
 from .definition import checks, numerics, views
 from .definition.checks import NoValues
 from .definition.rounding import Key
-from .formats import Format
+from .formats import Format, FormatName
 from .kernels import native
 
 
@@ -36,7 +36,7 @@ class BlockScaledArray(NoValues):
         scales: Any,
         tensor_scale: Any = None,
         *,
-        format: Format | str,
+        format: Format | FormatName,
         columns: int,
         dtype: Any,
         origin: tuple[int, int] = (0, 0),
@@ -162,7 +162,7 @@ class QuantizedArray(BlockScaledArray):
         return f"QuantizedArray({self.format}, shape={self.shape}, dtype={self.dtype})"
 
 
-def quantize(x: np.ndarray, format: Format | str, *, key: Key | None = None) -> QuantizedArray:
+def quantize(x: np.ndarray, format: Format | FormatName, *, key: Key | None = None) -> QuantizedArray:
     """Quantizes a NumPy array in blocks of its last two axes.
 
     Args:
@@ -191,6 +191,6 @@ def quantize(x: np.ndarray, format: Format | str, *, key: Key | None = None) -> 
     return QuantizedArray(codes, scales, tensor_scale, format, x.shape[-1], x.dtype)
 
 
-def fake_quantize(x: np.ndarray, format: Format | str, *, key: Key | None = None) -> np.ndarray:
+def fake_quantize(x: np.ndarray, format: Format | FormatName, *, key: Key | None = None) -> np.ndarray:
     """Quantizes and dequantizes x in its own dtype; takes the arguments of `quantize`."""
     return quantize(x, format, key=key).dequantize()

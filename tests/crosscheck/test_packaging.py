@@ -3,10 +3,12 @@
 import re
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import blockfp
+from blockfp import formats, recipes
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -53,6 +55,14 @@ def test_kernels_are_built_and_loaded_by_the_same_bounds_of_tvm_ffi():
     ]
     assert bounds[0] == bounds[1]
     assert re.fullmatch(r"apache-tvm-ffi>=[\d.]+,<[\d.]+", bounds[0][0])
+
+
+def test_types_are_published_and_name_every_choice():
+    """mypy and pyright check users' calls only with the marker; names are written out for them."""
+    assert (Path(blockfp.__file__).parent / "py.typed").is_file()
+    assert "Typing :: Typed" in PROJECT["classifiers"]
+    assert get_args(formats.FormatName) == formats.NAMES
+    assert get_args(recipes.RecipeName) == tuple(recipes.RECIPES)
 
 
 def test_the_citation_names_this_version_and_repository():

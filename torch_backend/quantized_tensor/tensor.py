@@ -10,7 +10,7 @@ from torch import Tensor
 
 import blockfp
 from blockfp.definition import checks
-from blockfp.formats import Format
+from blockfp.formats import Format, FormatName
 
 from ..ops import dequantize_plans, library
 from ..ops.library import DTYPES
@@ -86,7 +86,7 @@ class QuantizedTensor(Wrapper):
         scales: Tensor,
         tensor_scale: Tensor | None = None,
         *,
-        format: Format | str,
+        format: Format | FormatName,
         columns: int,
         dtype: torch.dtype,
         origin: Origin = (0, 0),
