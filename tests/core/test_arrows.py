@@ -12,7 +12,7 @@ import blockfp
 
 CORE = (
     {"formats", "errors", "patterns"},
-    {"definition"},
+    {"definition", "notebook"},
     {"sharding", "kernels"},
     {"array", "recipes"},
     {"files"},

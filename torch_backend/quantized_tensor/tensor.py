@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import blockfp
+from blockfp import notebook
 from blockfp.definition import checks
 from blockfp.formats import Format, FormatName
 
@@ -247,6 +248,9 @@ class QuantizedTensor(Wrapper):
 
     def is_shared(self) -> bool:
         return self.codes.is_shared()
+
+    def _repr_html_(self) -> str:
+        return notebook.of_array(type(self).__name__, self.format, tuple(self.shape), self.dtype, self.nbytes)
 
     def __repr__(self, *, tensor_contents=None) -> str:
         where = f", device='{self.device}'" if self.device.type != "cpu" else ""
