@@ -1,6 +1,7 @@
 # make demo   quantizes trained weights in all formats and libraries, compares bits, trains in PyTorch and JAX, and plots
 # make test   lints, checks types, builds the wheel and runs all tests against the installed wheel
 # make docs   builds the pages of docs/ and of the API into build/docs; a warning is an error
+# make site   opens every page in a headless browser: widths, colour schemes, search, no other host; skipped without Chromium
 # make cuda   compiles the CUDA kernels for Hopper and Blackwell, which needs no GPU; skipped without nvcc
 # make dist   builds and checks a release in dist/release: sdist and manylinux wheel with all kernels; CUDA=OFF omits CUDA's
 # make sanitize   tests the CPU kernels, built with AddressSanitizer and UndefinedBehaviorSanitizer
@@ -12,7 +13,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .ONESHELL:
-.PHONY: help demo test docs cuda dist sanitize lint clean
+.PHONY: help demo test docs site cuda dist sanitize lint clean
 
 ROOT := $(CURDIR)
 BIN := $(ROOT)/.venv/bin
@@ -71,6 +72,9 @@ test: .venv/dev lint
 
 docs: .venv/docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+site: docs
+	@$(BIN)/python .ci/check_site.py build/docs
 
 cuda:
 	@if ! command -v nvcc > /dev/null && ! test -x /usr/local/cuda/bin/nvcc; then

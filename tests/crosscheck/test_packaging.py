@@ -77,7 +77,7 @@ def test_workflows_use_targets_that_exist_and_test_the_supported_versions():
     jobs = {name: yaml_of(f".github/workflows/{name}.yml")["jobs"] for name in ("ci", "release")}
     commands = [step.get("run", "") for of in jobs.values() for job in of.values() for step in job["steps"]]
     made = set(re.findall(r"\bmake ([a-z]+)", "\n".join(commands)))
-    assert {"test", "docs", "sanitize", "cuda", "dist"} == made <= targets
+    assert {"test", "site", "sanitize", "cuda", "dist"} == made <= targets
 
     rows = jobs["ci"]["test"]["strategy"]["matrix"]["include"]
     named = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if "Python :: 3." in line]
