@@ -149,7 +149,8 @@ lint: .venv/dev
 	rm -rf build/types
 	$(BIN)/python -m zipfile -e dist/blockfp-*.whl build/types
 	$(BIN)/pyright
-	$(BIN)/mypy
+	cd $(OUTSIDE)  # mypy would find this folder first
+	$(BIN)/mypy --config-file $(ROOT)/pyproject.toml $(ROOT)/tests/typing
 
 .venv/torch:
 	@echo "Installing $(TORCH) into .venv: $(if $(TORCH_INDEX),0.8 GB from $(TORCH_INDEX),4.5 GB with CUDA; TORCH_INDEX names another index)"
