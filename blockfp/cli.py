@@ -35,8 +35,8 @@ class _SayingErrors(TyperGroup):
 
 app = typer.Typer(
     cls=_SayingErrors,
-    add_completion=False,
     no_args_is_help=True,
+    rich_markup_mode="markdown",  # joins the lines of a paragraph
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -160,6 +160,22 @@ def block_name(block: tuple[int, int] | None) -> str:
     return "per row" if block[1] == WHOLE_ROW else f"{block[0]}x{block[1]}"
 
 
+# Written out for type checkers, which then know a misspelt name; a test compares it with `NAMES`.
+# fmt: off
+FormatName = Literal[
+    "fp8_e4m3", "fp8_e4m3_pow2", "fp8_e4m3_row", "fp8_e4m3_row_pow2", "fp8_e4m3_1x128", "fp8_e4m3_1x128_fp32",
+    "fp8_e4m3_128x128", "fp8_e4m3_128x128_fp32", "fp8_e5m2", "fp8_e5m2_pow2", "fp8_e5m2_row", "fp8_e5m2_row_pow2",
+    "fp8_e5m2_1x128", "fp8_e5m2_1x128_fp32", "fp8_e5m2_128x128", "fp8_e5m2_128x128_fp32", "mxfp8_e4m3", "mxfp8_e4m3_floor",
+    "mxfp8_e4m3_32x32", "mxfp8_e4m3_32x32_floor", "mxfp8_e5m2", "mxfp8_e5m2_floor", "mxfp8_e5m2_32x32",
+    "mxfp8_e5m2_32x32_floor", "mxfp6_e3m2", "mxfp6_e3m2_floor", "mxfp6_e3m2_32x32", "mxfp6_e3m2_32x32_floor", "mxfp6_e2m3",
+    "mxfp6_e2m3_floor", "mxfp6_e2m3_32x32", "mxfp6_e2m3_32x32_floor", "mxfp4_e2m1", "mxfp4_e2m1_floor", "mxfp4_e2m1_32x32",
+    "mxfp4_e2m1_32x32_floor", "mxint8", "mxint8_floor", "mxint8_32x32", "mxint8_32x32_floor", "nvfp4", "nvfp4_16x16",
+    "nvfp4_4over6", "nvfp4_4over6_16x16", "nvfp4_4over6_448", "nvfp4_4over6_448_16x16", "nvfp4_4over6_mse",
+    "nvfp4_4over6_mse_16x16", "nvfp4_4over6_448_mse", "nvfp4_4over6_448_mse_16x16", "nvfp4_guarded",
+]
+# fmt: on
+"""The name of a format, as an annotation. `Format.parse` turns any other string into a format, or raises."""
+
 _FORMATS: dict[str, Format] = {}
 """The single instance of each name, in order of creation."""
 

@@ -23,7 +23,7 @@ from .definition.recipe import (
     Product,
     Recipe,
 )
-from .formats import NAMES, Format
+from .formats import NAMES, Format, FormatName
 
 __all__ = [
     "HIGH_PRECISION",
@@ -40,6 +40,7 @@ __all__ = [
     "OsciReset",
     "Product",
     "Recipe",
+    "RecipeName",
     "by_operand",
     "check_paths",
     "ends_in_high_precision",
@@ -164,7 +165,7 @@ def nvfp4_4over6(*, squared_errors: bool = False) -> Recipe:
     )
 
 
-def qat(weight: Format | str, input: Format | str | None = None, *, eps: float = 0.0) -> Recipe:
+def qat(weight: Format | FormatName, input: Format | FormatName | None = None, *, eps: float = 0.0) -> Recipe:
     """Quantization-aware fine-tuning: runs the forward pass as a server does and all gradients in high precision.
 
     Casts have the derivative of the identity (straight-through): dgrad multiplies by the dequantized weight, wgrad by the
@@ -194,6 +195,14 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     )
 }
 """The named recipes: functions that return them with default options."""
+
+# Written out for type checkers, which then know a misspelt name; a test compares it with `RECIPES`.
+# fmt: off
+RecipeName = Literal[
+    "fp8_delayed", "fp8_current", "fp8_block", "fp8_row", "mxfp8", "mxfp6", "mxfp4", "mxfp4_rotated", "nvfp4", "nvfp4_4over6",
+]
+# fmt: on
+"""The name of a recipe, as an annotation. `parse` turns any other string into a recipe, or raises."""
 
 # Parsed on every call of a layer, so made once. A dictionary instead of a cache, because compilers warn about caches.
 _NAMED = {name: make() for name, make in RECIPES.items()}
@@ -265,7 +274,7 @@ def check_paths(recipe: Recipe | str | ByPath, paths: Iterable[str]) -> None:
 
 
 def ends_in_high_precision(
-    recipe: Recipe | str, blocks: str, count: int, *, start: int = 1, end: int = 1
+    recipe: Recipe | RecipeName, blocks: str, count: int, *, start: int = 1, end: int = 1
 ) -> dict[str, Recipe | str | None]:
     """Returns a mapping that keeps the first and last blocks of a model in high precision.
 

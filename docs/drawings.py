@@ -301,6 +301,36 @@ def step_times(result: dict) -> Drawing:
     return drawing
 
 
+def choices(result: dict) -> Drawing:
+    """Draws speed against held-out loss of each recipe of a result of evidence.py, both relative to bf16's."""
+    runs = {run["recipe"]: run for run in result["runs"]}
+    bf16 = runs.pop("bf16")
+    drawing = Drawing("Speed and held-out loss of each recipe against bf16", 800, 330)
+    drawing.text(20, 22, f"{result['common']['size'][:-1]} million parameters, one run each, relative to bf16", "b")
+    left, top, width, height, slowest, fastest, most = 90, 50, 640, 210, 0.5, 1.2, 0.02
+    drawing.box(left, top, width, height)
+
+    def across(speed: float) -> float:
+        return left + width * (speed - slowest) / (fastest - slowest)
+
+    def down(loss: float) -> float:
+        return top + height * (1 - (loss + 0.003) / (most + 0.003))
+
+    for speed in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1):
+        drawing.text(across(speed), top + height + 18, f"{speed:.1f}", "s", "middle")
+    for loss in (0.0, 0.005, 0.01, 0.015, 0.02):
+        drawing.text(left - 8, down(loss) + 4, f"{loss:+.3f}", "s", "end")
+    drawing.lines.append(f'<path d="M{left} {down(0):g}h{width}M{across(1):g} {top}v{height}" class="d"/>')
+    drawing.text(left + width / 2, top + height + 42, "tokens a second, times bf16's: right is faster", "s", "middle")
+    drawing.text(left, top - 8, "held-out loss above bf16's: low is better", "s")
+    for recipe, run in runs.items():
+        x = across(run["tokens_per_second"] / bf16["tokens_per_second"])
+        y = down(run["held_out_loss"] - bf16["held_out_loss"])
+        drawing.lines.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" class="o"/>')
+        drawing.text(round(x + 9), round(y + 4), recipe, "s")
+    return drawing
+
+
 def scale(result: dict) -> Drawing:
     """Draws a result of scale.py per model: bytes of FSDP's gather relative to bfloat16, and blocks shared by ranks."""
     kinds = {"fp8_block": "r0", "mxfp8": "r1", "mxfp4": "r2", "nvfp4": "r3"}
@@ -362,6 +392,7 @@ def drawings() -> dict[str, Drawing]:
         "evidence-124m.svg": evidence(
             Drawing("Recipes compared with bf16", 800, 320), result("evidence-124m-h200-2026-11-23.json"), "held_out", 3e7
         ),
+        "choose.svg": choices(result("evidence-124m-h200-2026-11-23.json")),
         "scale.svg": scale(result("scale-2026-11-22.json")),
         "training-step.svg": step_times(result("fsdp2-transformer-2x16384-2026-11-21.json")),
     }

@@ -1,6 +1,11 @@
 """The JAX backend. Its public names are those of `blockfp.jax`."""
 
-import jax
+try:
+    import jax
+except ModuleNotFoundError as error:
+    if error.name != "jax":
+        raise
+    raise ModuleNotFoundError("blockfp.jax needs JAX: pip install 'blockfp[jax]'", name="jax") from error
 
 OLDEST = 0, 10, 2
 

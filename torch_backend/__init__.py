@@ -1,6 +1,11 @@
 """The PyTorch backend. `blockfp.torch` exports its public names."""
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ModuleNotFoundError("blockfp.torch needs PyTorch: pip install 'blockfp[torch]'", name="torch") from error
 
 OLDEST = 2, 11
 

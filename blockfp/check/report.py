@@ -7,15 +7,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import numpy as np
-from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure
-
 from ..files.modelfile import Tensor
 from ..formats import Format
 from .comparison import Comparison
 from .crosscheck import Backend, Check, Difference
 from .measure import Statistics
+
+
+@dataclass
+class Summary:
+    """All tensors in one format: how many were compared among backends, how many differ, and their statistics."""
+
+    compared: int = 0
+    differing: int = 0
+    statistics: Statistics = field(default_factory=Statistics)
 
 
 @dataclass
@@ -66,13 +71,14 @@ class Findings:
                 for check in checks:
                     yield path, tensor, check
 
-    def by_format(self) -> dict[Format, tuple[int, Statistics]]:
-        """Returns per format the number of tensors that differ between backends, and the statistics of all tensors."""
-        summary = {format: (0, Statistics()) for format in self.formats}
+    def by_format(self) -> dict[Format, Summary]:
+        """Returns the summary of all tensors per format."""
+        summary = {format: Summary() for format in self.formats}
         for _, _, check in self.checks():
-            differing, statistics = summary[check.format]
-            statistics.add(check.statistics)
-            summary[check.format] = (differing + (not check.identical), statistics)
+            one = summary[check.format]
+            one.compared += bool(check.compared)
+            one.differing += not check.identical
+            one.statistics.add(check.statistics)
         return summary
 
     def differences(self) -> list[tuple[Path, Tensor, Format, Difference]]:
@@ -108,8 +114,14 @@ def to_json(findings: Findings, versions: Mapping[str, str]) -> dict[str, object
         skipped = [{**_identity(tensor), "reason": tensor.skipped} for tensor in findings.skipped[path]]
         files.append({"path": str(path), "tensors": checked, "skipped": skipped})
     summary = [
-        {"format": format.name, "identical": differing == 0, "differing_tensors": differing, **_numbers(statistics)}
-        for format, (differing, statistics) in findings.by_format().items()
+        {
+            "format": format.name,
+            "identical": one.differing == 0,
+            "compared_tensors": one.compared,
+            "differing_tensors": one.differing,
+            **_numbers(one.statistics),
+        }
+        for format, one in findings.by_format().items()
     ]
     return {
         "versions": dict(versions),
@@ -141,8 +153,8 @@ def _numbers(statistics: Statistics) -> dict[str, object]:
 def format_table(findings: Findings) -> list[str]:
     """Returns a header and one line per format, for all tensors together."""
     rows: list[tuple[str, ...]] = [("format", "equal", *_TITLES)]
-    for format, (differing, statistics) in findings.by_format().items():
-        rows.append((format.name, _verdict(differing), *_cells(statistics)))
+    for format, one in findings.by_format().items():
+        rows.append((format.name, _verdict(one.compared, one.differing), *_cells(one.statistics)))
     return _aligned(rows, left=2)
 
 
@@ -150,7 +162,8 @@ def tensor_table(findings: Findings) -> list[str]:
     """Returns a header and one line per tensor and format."""
     rows: list[tuple[str, ...]] = [("tensor", "format", "equal", *_TITLES)]
     for _, tensor, check in findings.checks():
-        rows.append((tensor.name, check.format.name, _verdict(len(check.differences)), *_cells(check.statistics)))
+        verdict = _verdict(len(check.compared), len(check.differences))
+        rows.append((tensor.name, check.format.name, verdict, *_cells(check.statistics)))
     return _aligned(rows, left=3)
 
 
@@ -158,7 +171,7 @@ def comparison_table(comparison: Comparison) -> list[str]:
     """Returns a header and one line per format of two reports."""
     rows: list[tuple[str, ...]] = [("format", "equal", "tensors")]
     for format, tensors in comparison.compared.items():
-        rows.append((format, _verdict(comparison.differing[format]), str(tensors)))
+        rows.append((format, _verdict(tensors, comparison.differing[format]), str(tensors)))
     return _aligned(rows, left=2)
 
 
@@ -174,8 +187,9 @@ def _aligned(rows: list[tuple[str, ...]], left: int) -> list[str]:
     ]
 
 
-def _verdict(differing: int) -> str:
-    return f"NO ({differing})" if differing else "yes"
+def _verdict(compared: int, differing: int) -> str:
+    """What was compared with nothing is neither equal nor different."""
+    return f"NO ({differing})" if differing else "yes" if compared else "-"
 
 
 def _cells(statistics: Statistics) -> tuple[str, ...]:
@@ -191,53 +205,3 @@ def _cells(statistics: Statistics) -> tuple[str, ...]:
 
 def _percent(share: float) -> str:
     return "0" if share == 0 else f"{share:.3%}" if share >= 1e-5 else "<0.001%"
-
-
-# ---- the plot
-
-
-def draw(findings: Findings, path: Path) -> None:
-    """Writes a PNG: SQNR per format (a bar for all tensors, a dot per tensor), and a histogram of scale exponents."""
-    summary = findings.by_format()
-    names = [format.name for format in summary]
-    lines = np.arange(len(names))
-    figure = Figure(figsize=(13, 1.8 + 0.24 * len(names)), layout="constrained")
-    error, scales = figure.subplots(1, 2, sharey=True)
-
-    totals = [_finite(statistics.sqnr_db) for _, statistics in summary.values()]
-    families = [name.split("_")[0] for name in names]
-    colors = {family: f"C{i}" for i, family in enumerate(dict.fromkeys(families))}
-    error.barh(lines, totals, color=[colors[family] for family in families], alpha=0.55)
-    line_of = {name: line for line, name in enumerate(names)}
-    dots = [(_finite(c.statistics.sqnr_db), line_of[c.format.name]) for _, _, c in findings.checks()]
-    if dots:
-        error.plot(*zip(*dots, strict=True), "k.", markersize=2.5, alpha=0.6)
-    error.set_xlabel("SQNR, dB (bar: all tensors; dots: each tensor)")
-    error.set_yticks(lines, names, fontsize=8)
-    error.invert_yaxis()
-    error.grid(axis="x", alpha=0.3)
-
-    exponents = [e for _, statistics in summary.values() for e in statistics.exponents]
-    if exponents:
-        low, high = min(exponents), max(exponents)
-        share = np.zeros((len(names), high - low + 1))
-        for line, (_, statistics) in enumerate(summary.values()):
-            for exponent, count in statistics.exponents.items():
-                share[line, exponent - low] = count / statistics.exponents.total()
-        image = scales.imshow(
-            np.ma.masked_equal(share, 0),
-            aspect="auto",
-            interpolation="nearest",
-            norm=LogNorm(vmin=max(share[share > 0].min(), 1e-6), vmax=1),
-            extent=(low - 0.5, high + 0.5, len(names) - 0.5, -0.5),
-        )
-        figure.colorbar(image, ax=scales, label="share of the format's scales", pad=0.01)
-    scales.set_xlabel("binary exponent of the decode scale")
-    compared = ", ".join(backend.name for backend in findings.backends)
-    verdict = "all bits equal" if findings.identical else "BITS DIFFER"
-    figure.suptitle(f"{', '.join(p.name for p in findings.files)} through {compared}: {verdict}")
-    figure.savefig(path, format="png", dpi=110)
-
-
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) else math.nan

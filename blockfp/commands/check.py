@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import traceback
 from collections.abc import Iterator
@@ -14,23 +13,24 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
 from rich.markup import escape
 
 from .. import __version__
-from ..check import backends
+from ..check import backends, in_flight
 from ..check.backends import BACKENDS
 from ..check.comparison import Comparison, against_source, read_report
 from ..check.comparison import compare as compare_reports
-from ..check.crosscheck import check
+from ..check.crosscheck import Check, check
 from ..check.report import Findings, comparison_table, format_table, tensor_table, to_json
 from ..errors import BadBackend
 from ..files import saving, untrusted
 from ..files.atomic import replacing
-from ..files.modelfile import Model, open_model
+from ..files.modelfile import Model
 from ..files.quantized_model import contents_of
-from ..formats import FORMATS
-from .console import check_output, err, format_of, progress, refused, say
+from ..formats import FORMATS, NAMES, Format
+from .console import MODEL_FILE, Quiet, among, check_output, counted, err, format_of, progress, refused, say
 
 
 def versions() -> dict[str, str]:
@@ -39,7 +39,9 @@ def versions() -> dict[str, str]:
     return {"blockfp": __version__, "python": python, **libraries}
 
 
-FormatOption = Annotated[list[str], typer.Option("--format", help="Format name, or all; repeatable.")]
+FormatOption = Annotated[
+    list[str], typer.Option("--format", help="Format name, or all; repeatable.", autocompletion=among("all", *NAMES))
+]
 OWN = "package.module:attribute of your own (see blockfp.check.crosscheck.Backend)"
 BackendOption = Annotated[
     list[str] | None,
@@ -47,6 +49,7 @@ BackendOption = Annotated[
         "--backend",
         help=f"One of {', '.join(BACKENDS)}, or all, or {OWN}; repeatable. Default: all available except the slow "
         f"{' and '.join(backends.WHERE_NAMED)}.",
+        autocompletion=among("all", *BACKENDS),
     ),
 ]
 CompareOption = Annotated[
@@ -57,7 +60,7 @@ CompareOption = Annotated[
 
 def check_command(
     files: Annotated[
-        list[Path] | None, typer.Argument(metavar="FILE...", help="A .safetensors, .npy or .npz file.", show_default=False)
+        list[Path] | None, typer.Argument(metavar="FILE...", help=f"{MODEL_FILE}; repeatable.", show_default=False)
     ] = None,
     format: FormatOption = ["all"],  # noqa: B006
     backend: BackendOption = None,
@@ -68,6 +71,10 @@ def check_command(
     report: Annotated[Path | None, typer.Option(help="Write all results to this .json file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Plot errors and scales into this .png file.")] = None,
     per_tensor: Annotated[bool, typer.Option("--per-tensor", help="Print a table row per tensor and format.")] = False,
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=1, help="Formats checked at once. Default: the CPUs that it may use.")
+    ] = None,
+    quiet: Quiet = False,
 ) -> None:
     """Quantizes every tensor with every backend and compares codes, scales and values bit by bit.
 
@@ -84,7 +91,7 @@ def check_command(
             raise refused(f"--compare compares two reports; remove {' and '.join(n for n, v in given.items() if v)}")
         raise typer.Exit(_print_comparison(compare_reports(*map(read_report, compare))))
     if not files:
-        raise refused("FILE: name a .safetensors, .npy or .npz file, or two reports with --compare")
+        raise refused("FILE: name a .safetensors, .npy or .npz file, a folder with a model, or two reports with --compare")
     if source:
         given = {"more than one FILE": files[1:], "--backend": backend, "--report": report, "--plot": plot}
         given["--format"] = format != ["all"]
@@ -95,9 +102,9 @@ def check_command(
     for path, suffix, option in ((report, ".json", "--report"), (plot, ".png", "--plot")):
         if path:
             check_output(path, suffix, option)
-    models = {path: open_model(path) for path in files}
+    models = {path: saving.open_whole(path) for path in files}
     findings = Findings(backends.load(backend), formats)
-    _run_checks(models, findings)
+    _run_checks(models, findings, threads or in_flight.usable_cpus())
 
     for line in tensor_table(findings) if per_tensor else format_table(findings):
         say(line, "red" if " NO (" in line else "")
@@ -108,7 +115,7 @@ def check_command(
             temporary.write_text(json.dumps(to_json(findings, versions()), indent=1, allow_nan=False) + "\n")
         say(f"report: {report}")
     if plot:
-        from ..check.report import draw
+        from ..check.plot import draw
 
         with replacing(plot) as temporary:
             draw(findings, temporary)
@@ -117,19 +124,25 @@ def check_command(
 
 
 @contextmanager
-def _pool() -> Iterator[ThreadPoolExecutor]:
-    """Yields a thread pool with one thread per core; an exception cancels work that hasn't begun."""
-    pool = ThreadPoolExecutor(os.cpu_count())
+def _pool(threads: int) -> Iterator[ThreadPoolExecutor]:
+    """Yields a thread pool; an exception cancels work that hasn't begun."""
+    pool = ThreadPoolExecutor(threads)
     try:
         yield pool
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _run_checks(models: dict[Path, Model], findings: Findings) -> None:
+def _run_checks(models: dict[Path, Model], findings: Findings, threads: int) -> None:
     total = sum(not tensor.skipped for model in models.values() for tensor in model.tensors) * len(findings.formats)
     # NumPy, XLA and the kernels release Python's lock, so formats of a tensor run in parallel.
-    with progress() as bar, _pool() as pool:
+    work = in_flight.InFlight()
+
+    def run(x: np.ndarray, format: Format) -> Check:
+        with work.room(in_flight.bytes_of(x, format)):
+            return check(x, format, findings.backends)
+
+    with progress() as bar, _pool(threads) as pool:
         task = bar.add_task("", total=total)
         for path, model in models.items():
             findings.files[path] = []
@@ -140,7 +153,7 @@ def _run_checks(models: dict[Path, Model], findings: Findings) -> None:
                 bar.update(task, description=escape(untrusted.printable(tensor.name)))
                 x = tensor.read()
                 findings.inputs[path, tensor.name] = hashlib.sha256(x.tobytes()).hexdigest()
-                running = [pool.submit(check, x, format, findings.backends) for format in findings.formats]
+                running = [pool.submit(run, x, format) for format in findings.formats]
                 checks = []
                 for future in running:
                     try:
@@ -180,7 +193,7 @@ def _print_verdict(findings: Findings, shown: int = 20) -> None:
     for name, formats in findings.without().items():
         say(f"{name} has no {', '.join(map(str, formats))}: skipped for these")
     names = ", ".join(backend.name for backend in findings.backends)
-    what = f"{tensors} tensors in {len(findings.formats)} formats through {names}"
+    what = f"{counted(tensors, 'tensor')} in {counted(len(findings.formats), 'format')} through {names}"
     if findings.empty:
         say(f"{what}: nothing to check; tensors must be float32, float16 or bfloat16 with two or more axes", "red")
     elif differences:
@@ -203,7 +216,8 @@ def _print_comparison(comparison: Comparison, shown: int = 20) -> int:
         say(difference, "red")
     if len(comparison.differences) > shown:
         say(f"and {len(comparison.differences) - shown} more", "red")
-    what = f"{sum(comparison.compared.values())} tensors in {len(comparison.compared)} formats, counted per format"
+    tensors, formats = sum(comparison.compared.values()), len(comparison.compared)
+    what = f"{counted(tensors, 'tensor')} in {counted(formats, 'format')}, counted per format"
     if not comparison.compared:
         say("the reports have no tensor in common in any format", "red")
         return 2
@@ -224,6 +238,7 @@ def _print_source(path: Path, source: Path) -> int:
             say(f"{name}: {format}, SQNR {sqnr:.1f} dB, {made}", "" if equal else "red")
         elif not equal:
             say(f"{name}: NO (differs from the source)", "red")
-    what = f"{len(model.weights)} quantized weights and {len(model.others)} other tensors against {source}"
+    weights, others = counted(len(model.weights), "quantized weight"), counted(len(model.others), "other tensor")
+    what = f"{weights} and {others} against {source}"
     say(f"{what}: {'all bits equal' if not differing else f'{differing} differ'}", "red" if differing else "green")
     return 1 if differing else 0

@@ -18,26 +18,27 @@ from ..files import export, manifest, saving, untrusted
 from ..files.contents import Weight
 from ..files.layouts.known import LAYOUTS, in_formats_of
 from ..files.layouts.layout import write_layout
-from ..files.modelfile import Model, Tensor, open_model
+from ..files.modelfile import Model, Tensor
 from ..files.quantized_model import contents_of, dequantize_model, quantize_model
-from ..formats import Format
-from .console import check_output, format_of, progress, refused, say
+from ..formats import NAMES, Format
+from .console import MODEL_FILE, Quiet, among, check_output, counted, format_of, progress, refused, say
 
 Force = Annotated[bool, typer.Option("--force", help="Overwrite OUT if it exists.")]
-Source = Annotated[Path, typer.Argument(metavar="IN", help="A .safetensors, .npy or .npz file.")]
+Source = Annotated[Path, typer.Argument(metavar="IN", help=f"{MODEL_FILE}.")]
 Target = Annotated[Path, typer.Argument(metavar="OUT", help="The .safetensors file to write.")]
 
 
 def quantize_command(
     source: Source,
     target: Target,
-    format: Annotated[str, typer.Option("--format", help="Format name.")],
+    format: Annotated[str, typer.Option("--format", help="Format name.", autocompletion=among(*NAMES))],
     force: Force = False,
+    quiet: Quiet = False,
 ) -> None:
     """Quantizes a model into codes and scales; tensors with fewer than two axes or another dtype are copied."""
     parsed = format_of(format)
     check_output(target, ".safetensors", "OUT", force=force)
-    model = open_model(source)
+    model = saving.open_whole(source)
     _convert(model, target, lambda path, done: quantize_model(model, parsed, path, done))
 
 
@@ -58,6 +59,7 @@ def dequantize_command(
         str | None, typer.Option("--dtype", help="float32, float16 or bfloat16. Default: each tensor's original dtype.")
     ] = None,
     force: Force = False,
+    quiet: Quiet = False,
 ) -> None:
     """Dequantizes a model and writes its values."""
     if dtype not in (None, "float32", "float16", "bfloat16"):
@@ -90,9 +92,12 @@ def convert_command(
     target: Annotated[
         Path, typer.Argument(metavar="OUT", help="The folder to write; for blockfp's layout a .safetensors file.")
     ],
-    layout: Annotated[str, typer.Option("--layout", help=f"One of blockfp, {', '.join(LAYOUTS)}.")],
+    layout: Annotated[
+        str, typer.Option("--layout", help=f"One of blockfp, {', '.join(LAYOUTS)}.", autocompletion=among("blockfp", *LAYOUTS))
+    ],
     file_bytes: FileBytes = None,
     force: Force = False,
+    quiet: Quiet = False,
 ) -> None:
     """Converts a quantized model to another library's layout, or a released model to blockfp's.
 
@@ -132,7 +137,8 @@ def convert_command(
     for name, (before, after, sqnr) in noise.items():
         say(f"requantized {untrusted.printable(name)}: {before} to {after}, SQNR {sqnr:.1f} dB", "yellow")
     kept = len(model.weights) - len(noise)
-    say(f"wrote {target}: {kept} quantized weights unchanged, {len(noise)} requantized, {len(model.others)} other tensors")
+    weights, others = counted(kept, "quantized weight"), counted(len(model.others), "other tensor")
+    say(f"wrote {target}: {weights} unchanged, {len(noise)} requantized, {others}")
 
 
 TARGETS = ("quantized", "high-precision", *LAYOUTS)
@@ -143,7 +149,9 @@ def export_command(
     target: Annotated[
         Path, typer.Argument(metavar="OUT", help="The .safetensors file to write; a folder for other libraries' layouts.")
     ],
-    to: Annotated[str, typer.Option("--to", help=f"One of {', '.join(TARGETS)}.")] = "quantized",
+    to: Annotated[
+        str, typer.Option("--to", help=f"One of {', '.join(TARGETS)}.", autocompletion=among(*TARGETS))
+    ] = "quantized",
     dtype: Annotated[
         str | None,
         typer.Option("--dtype", help="With --to high-precision: float32, float16 or bfloat16. Default: each weight's dtype."),
@@ -155,6 +163,7 @@ def export_command(
         typer.Option("--prefix", help="Prefix of the model's names in the checkpoint, which is removed. Default: model."),
     ] = None,
     force: Force = False,
+    quiet: Quiet = False,
 ) -> None:
     """Exports the model of a training checkpoint: its stored codes, or values from the optimizer's fp32 weights."""
     if to not in TARGETS:
@@ -193,7 +202,8 @@ def export_command(
         say(f"dequantized from codes, because the checkpoint has no fp32 weight: {_some(of_codes, 'weights')}")
     if model.left_out:
         say(f"omitted, because only training needs it: {_some(model.left_out, 'tensors')}")
-    say(f"wrote {target}: {len(model.weights)} quantized weights and {len(model.others)} other tensors of {model.path.name}")
+    weights, others = counted(len(model.weights), "quantized weight"), counted(len(model.others), "other tensor")
+    say(f"wrote {target}: {weights} and {others} of {model.path.name}")
 
 
 def _some(names: list[str], what: str) -> str:

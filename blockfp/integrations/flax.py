@@ -18,7 +18,7 @@ from flax import linen, nnx
 from jax import lax
 
 from blockfp import patterns, recipes
-from blockfp.recipes import ByPath, Recipe
+from blockfp.recipes import ByPath, Recipe, RecipeName
 
 from ..jax_backend.arrays.array import is_quantized
 from ..jax_backend.linear.linear import linear
@@ -34,7 +34,9 @@ them here."""
 
 
 @patterns.takes_filter
-def convert(model: Any, recipe: Recipe | str | ByPath, filter_fn: Filter | None = None, *, rngs: nnx.Rngs | None = None) -> Any:
+def convert(
+    model: Any, recipe: Recipe | RecipeName | ByPath, filter_fn: Filter | None = None, *, rngs: nnx.Rngs | None = None
+) -> Any:
     """Quantizes the kernels of a model's dense layers; their products follow the recipe.
 
     Converts layers of exactly the classes `nnx.Linear` and `linen.Dense` with lax's dot_general; others are unchanged. An nnx

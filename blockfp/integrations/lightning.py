@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 from torch.optim import Optimizer
 
-from blockfp.recipes import ByPath, Recipe
+from blockfp.recipes import ByPath, Recipe, RecipeName
 
 from ..torch_backend.conversion.convert import convert
 from ..torch_backend.conversion.summary import summary
@@ -41,7 +41,7 @@ class BlockfpPrecision(Precision):
 
     def __init__(
         self,
-        recipe: Recipe | str | ByPath = "mxfp8",
+        recipe: Recipe | RecipeName | ByPath = "mxfp8",
         filter_fn: Callable[[str, nn.Module], bool] | None = None,
         *,
         weights: Weights = "quantized",
@@ -52,7 +52,8 @@ class BlockfpPrecision(Precision):
             raise ValueError(f"dtype must be torch.bfloat16 or None, got {dtype}")
         self.device = "cpu"
         self.precision = "32-true" if dtype is None else "bf16-mixed"
-        self.recipe, self.filter_fn, self.dtype = recipe, filter_fn, dtype
+        self.recipe: Recipe | RecipeName | ByPath = recipe
+        self.filter_fn, self.dtype = filter_fn, dtype
         self.options: dict[str, Any] = {"weights": weights, "keep_init": keep_init}
 
     def convert_module(self, module: nn.Module) -> nn.Module:

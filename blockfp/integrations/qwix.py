@@ -22,7 +22,7 @@ import qwix
 from qwix._src.utils import flax_util
 
 from blockfp import recipes
-from blockfp.recipes import Recipe
+from blockfp.recipes import Recipe, RecipeName
 
 from ..jax_backend.linear.dot_general import dot_general
 from ..jax_backend.linear.grouped import grouped_linear
@@ -35,7 +35,7 @@ class BlockfpRule(qwix.QuantizationRule):
     Recipes that round stochastically draw keys from the stream "stochastic_rounding", as qwix's own rules do.
     """
 
-    recipe: Recipe | str | None = None
+    recipe: Recipe | RecipeName | None = None
 
 
 class BlockfpProvider(qwix.QuantizationProvider):

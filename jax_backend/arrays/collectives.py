@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from blockfp.definition.rounding import Key, fold_in
-from blockfp.formats import FP8_E4M3, Format
+from blockfp.formats import FP8_E4M3, Format, FormatName
 from blockfp.sharding import plans
 from blockfp.sharding.placement import Mesh, Sharding
 from blockfp.sharding.reducing import check_reduce_format, rows_alone
@@ -37,12 +37,12 @@ from .sharded import core_mesh, sharding_of
 def all_gather(
     x: jax.Array | QuantizedArray,
     axes: str | Sequence[str],
-    format: Format | str | None = None,
+    format: Format | FormatName | None = None,
     *,
     columnwise: bool = False,
     rotate: bool = False,
     key: Key | None = None,
-    gradient_format: Format | str | None = None,
+    gradient_format: Format | FormatName | None = None,
     gradient_key: Key | None = None,
 ) -> QuantizedArray:
     """Gathers a sharded array as codes and scales; every rank gets the whole quantized array.
@@ -143,7 +143,7 @@ def _with_gradient(q: QuantizedArray, source: Any, plan: plans.Plan, columnwise:
     return q.replace(tangent=jnp.swapaxes(gathered, -1, -2) if columnwise else gathered)
 
 
-def reduce_scatter(x: jax.Array, axis: str, format: Format | str, *, key: Key | None = None) -> jax.Array:
+def reduce_scatter(x: jax.Array, axis: str, format: Format | FormatName, *, key: Key | None = None) -> jax.Array:
     """Sums x over ranks, with each term rounded once to `format`; each rank gets its rows of the sum.
 
     Every rank sends each other rank its part of x as codes and scales. They are dequantized, summed in the order of ranks in
@@ -172,7 +172,7 @@ def reduce_scatter(x: jax.Array, axis: str, format: Format | str, *, key: Key | 
     return _reduce_scatter((axis, Format.parse(format)), x, words)
 
 
-def all_reduce(x: jax.Array, axis: str, format: Format | str, *, key: Key | None = None) -> jax.Array:
+def all_reduce(x: jax.Array, axis: str, format: Format | FormatName, *, key: Key | None = None) -> jax.Array:
     """Sums x over ranks: a `reduce_scatter`, then an all-gather of the quantized sums. Every rank gets the same bits.
 
     Args:

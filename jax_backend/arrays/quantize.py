@@ -9,7 +9,7 @@ from jax.core import Tracer
 
 from blockfp.definition import checks
 from blockfp.definition.rounding import Key
-from blockfp.formats import Format
+from blockfp.formats import Format, FormatName
 
 from ..implementations import ops
 from ..implementations.derivatives import hadamard
@@ -17,7 +17,7 @@ from .array import QuantizedArray, with_derivative, wrap_parts
 
 
 def quantize(
-    x: jax.Array, format: Format | str, *, key: Key | None = None, implementation: str | None = None
+    x: jax.Array, format: Format | FormatName, *, key: Key | None = None, implementation: str | None = None
 ) -> QuantizedArray:
     """Quantizes an array in blocks of its last two axes.
 
@@ -45,7 +45,7 @@ def quantize(
 
 
 def fake_quantize(
-    x: jax.Array, format: Format | str, *, key: Key | None = None, implementation: str | None = None
+    x: jax.Array, format: Format | FormatName, *, key: Key | None = None, implementation: str | None = None
 ) -> jax.Array:
     """Quantizes and dequantizes x in its own dtype, with a straight-through gradient.
 
@@ -56,7 +56,7 @@ def fake_quantize(
 
 def quantize_columnwise(
     x: jax.Array,
-    format: Format | str,
+    format: Format | FormatName,
     *,
     key: Key | None = None,
     rotate: bool = False,
@@ -85,7 +85,7 @@ def quantize_columnwise(
 
 
 def quantize_both(
-    x: jax.Array, format: Format | str, *, implementation: str | None = None
+    x: jax.Array, format: Format | FormatName, *, implementation: str | None = None
 ) -> tuple[QuantizedArray, QuantizedArray]:
     """Quantizes x and x.mT to nearest; kernels read x only once.
 
@@ -103,7 +103,7 @@ def quantize_both(
     return (with_derivative(row, x), with_derivative(column, x.mT)) if isinstance(x, Tracer) else (row, column)
 
 
-def _checked(x, format: Format | str) -> Format:
+def _checked(x, format: Format | FormatName) -> Format:
     """Returns the parsed format; raises TypeError or ValueError if x can't be quantized."""
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(

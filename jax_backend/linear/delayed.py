@@ -14,7 +14,7 @@ from jax.core import Tracer
 
 from blockfp import recipes
 from blockfp.definition import scaling
-from blockfp.recipes import Operand, Recipe
+from blockfp.recipes import Operand, Recipe, RecipeName
 
 from ..implementations import amaxes, explicit
 from ..implementations.carriers import Shares, carrier_of
@@ -122,7 +122,7 @@ def cotangent(amax: Callable[[], jax.Array], later: Sequence[jax.Array], varies:
     return amaxes.as_amax(explicit.max_like(newest, varies))
 
 
-def delayed_state(recipe: Recipe | str) -> DelayedState:
+def delayed_state(recipe: Recipe | RecipeName) -> DelayedState:
     """Returns the state of a layer before its first step: empty histories, and scales of 0, which select the current amax.
 
     Raises:
@@ -134,7 +134,7 @@ def delayed_state(recipe: Recipe | str) -> DelayedState:
     return DelayedState(own, jnp.float32(0), gradients, jnp.float32(0))
 
 
-def update_scales(states: Any, seen: Any, recipe: Recipe | str, *, axes: Sequence[str] = ()) -> Any:
+def update_scales(states: Any, seen: Any, recipe: Recipe | RecipeName, *, axes: Sequence[str] = ()) -> Any:
     """Updates histories and scales; call it once per optimizer step.
 
     Args:
@@ -250,7 +250,7 @@ def _is_state(leaf: object) -> bool:
     return isinstance(leaf, DelayedState)
 
 
-def _delayed(recipe: Recipe | str) -> Recipe:
+def _delayed(recipe: Recipe | RecipeName) -> Recipe:
     recipe = recipes.for_linear(recipe)
     if recipe.delayed is None:
         raise ValueError(f"recipe {recipe} takes scales from the current amax and has no state; fp8_delayed has one")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from blockfp.definition.rounding import Key, fold_in
 from blockfp.definition.views import DTYPES
-from blockfp.recipes import Recipe
+from blockfp.recipes import Recipe, RecipeName
 
 from ..arrays.array import QuantizedArray
 from ..implementations import explicit, ops
@@ -20,6 +20,7 @@ from .delayed import DelayedState, given_back, of_all
 from .linear import linear_to
 
 
+@overload
 def dot_general(
     lhs: jax.Array,
     rhs: jax.Array | QuantizedArray,
@@ -28,7 +29,32 @@ def dot_general(
     preferred_element_type: Any = None,
     out_sharding: Any = None,
     *,
-    recipe: Recipe | str,
+    recipe: Recipe | RecipeName,
+    key: Key | None = None,
+    state: None = None,
+) -> jax.Array: ...
+@overload
+def dot_general(
+    lhs: jax.Array,
+    rhs: jax.Array | QuantizedArray,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    out_sharding: Any = None,
+    *,
+    recipe: Recipe | RecipeName,
+    key: Key | None = None,
+    state: DelayedState,
+) -> tuple[jax.Array, DelayedState]: ...
+def dot_general(
+    lhs: jax.Array,
+    rhs: jax.Array | QuantizedArray,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    out_sharding: Any = None,
+    *,
+    recipe: Recipe | RecipeName,
     key: Key | None = None,
     state: DelayedState | None = None,
 ) -> Any:

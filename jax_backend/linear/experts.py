@@ -15,7 +15,7 @@ from jax.core import Tracer
 from blockfp import recipes
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import FP8_E4M3, Format
-from blockfp.recipes import Cast, Recipe
+from blockfp.recipes import Cast, Recipe, RecipeName
 from blockfp.sharding.dispatching import check_rows
 
 from ..arrays.array import QuantizedArray, wrap_parts
@@ -52,7 +52,7 @@ def dispatch(
     experts: jax.Array,
     num_experts: int,
     *,
-    recipe: Recipe | str | None,
+    recipe: Recipe | RecipeName | None,
     axis: str | None = None,
     bound: int | None = None,
 ) -> Received:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from blockfp import recipes
 from blockfp.definition.groups import UNIT
 from blockfp.definition.rotation import GROUP
 from blockfp.definition.rounding import COLUMNWISE, ROWWISE, Key
-from blockfp.recipes import Cast, Recipe
+from blockfp.recipes import Cast, Recipe, RecipeName
 
 from ..arrays.array import QuantizedArray
 from ..implementations import explicit, ops
@@ -34,13 +34,39 @@ from .straight_through import DGRAD, FORWARD, WGRAD, Product, by_group, of_each_
 from .tiles import Scaling, Tiles, gather_rows, largest_amax, move_tiles, quantize_tiles, tile_rows, turn_tiles
 
 
+@overload
 def grouped_linear(
     x: jax.Array | QuantizedArray,
     weight: jax.Array | QuantizedArray,
     group_sizes: jax.Array,
     bias: jax.Array | None = None,
     *,
-    recipe: Recipe | str,
+    recipe: Recipe | RecipeName,
+    key: Key | None = None,
+    state: None = None,
+    data_axes: Sequence[str] = (),
+    expert_axis: str | None = None,
+) -> jax.Array: ...
+@overload
+def grouped_linear(
+    x: jax.Array | QuantizedArray,
+    weight: jax.Array | QuantizedArray,
+    group_sizes: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    recipe: Recipe | RecipeName,
+    key: Key | None = None,
+    state: DelayedState,
+    data_axes: Sequence[str] = (),
+    expert_axis: str | None = None,
+) -> tuple[jax.Array, DelayedState]: ...
+def grouped_linear(
+    x: jax.Array | QuantizedArray,
+    weight: jax.Array | QuantizedArray,
+    group_sizes: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    recipe: Recipe | RecipeName,
     key: Key | None = None,
     state: DelayedState | None = None,
     data_axes: Sequence[str] = (),

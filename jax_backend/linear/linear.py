@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from blockfp import recipes
 from blockfp.definition.rounding import Key
 from blockfp.formats import FP8_E4M3
-from blockfp.recipes import Compute, Recipe
+from blockfp.recipes import Compute, Recipe, RecipeName
 
 from ..arrays.array import QuantizedArray
 from ..implementations import explicit, ops
@@ -83,12 +83,38 @@ class _Linear(Layer):
         return FORWARD, DGRAD, WGRAD
 
 
+@overload
 def linear(
     x: jax.Array,
     weight: jax.Array | QuantizedArray,
     bias: jax.Array | None = None,
     *,
-    recipe: Recipe | str,
+    recipe: Recipe | RecipeName,
+    key: Key | None = None,
+    state: None = None,
+    compute: Compute = "quantized",
+    data_axes: Sequence[str] = (),
+    sequence: bool = False,
+) -> jax.Array: ...
+@overload
+def linear(
+    x: jax.Array,
+    weight: jax.Array | QuantizedArray,
+    bias: jax.Array | None = None,
+    *,
+    recipe: Recipe | RecipeName,
+    key: Key | None = None,
+    state: DelayedState,
+    compute: Compute = "quantized",
+    data_axes: Sequence[str] = (),
+    sequence: bool = False,
+) -> tuple[jax.Array, DelayedState]: ...
+def linear(
+    x: jax.Array,
+    weight: jax.Array | QuantizedArray,
+    bias: jax.Array | None = None,
+    *,
+    recipe: Recipe | RecipeName,
     key: Key | None = None,
     state: DelayedState | None = None,
     compute: Compute = "quantized",
@@ -143,7 +169,7 @@ def linear_to(
     x: jax.Array,
     weight: jax.Array | QuantizedArray,
     bias: jax.Array | None,
-    recipe: Recipe | str,
+    recipe: Recipe | RecipeName,
     key: Key | None,
     state: DelayedState | None,
     compute: Compute = "quantized",

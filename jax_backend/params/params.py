@@ -12,7 +12,7 @@ import numpy as np
 
 from blockfp import patterns, recipes
 from blockfp.definition.views import DTYPES
-from blockfp.recipes import ByPath, Recipe
+from blockfp.recipes import ByPath, Recipe, RecipeName
 
 from ..arrays.array import QuantizedArray, is_quantized, with_derivative, wrap_parts
 from ..implementations import explicit, ops
@@ -33,7 +33,7 @@ def is_matrix(path: str, leaf: Any) -> bool:
 
 
 @patterns.takes_filter
-def quantize_params(tree: Any, recipe: Recipe | str | ByPath, *, filter_fn: Filter = is_matrix) -> Any:
+def quantize_params(tree: Any, recipe: Recipe | RecipeName | ByPath, *, filter_fn: Filter = is_matrix) -> Any:
     """Quantizes a tree's weights in a recipe's weight format.
 
     Weights are [..., out, in]; each matrix of a stack (for scan, or experts) is quantized separately. Use `filter_fn` to

@@ -12,7 +12,7 @@ import blockfp
 
 CORE = (
     {"formats", "errors", "patterns"},
-    {"definition"},
+    {"definition", "notebook"},
     {"sharding", "kernels"},
     {"array", "recipes"},
     {"files"},
@@ -42,7 +42,7 @@ TORCH = (
 """The rooms of the backends, from the bottom up."""
 
 LATE = {
-    "blockfp.check.report": "takes matplotlib",
+    "blockfp.check.plot": "takes matplotlib",
     "blockfp.files.contents": "takes zipfile and more, which quantizing doesn't need",
     "blockfp.files.modelfile": "takes zipfile and more, which quantizing doesn't need",
     "blockfp.files.quantized_model": "takes zipfile and more, which quantizing doesn't need",

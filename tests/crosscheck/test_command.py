@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import ml_dtypes
@@ -15,8 +16,10 @@ from held_formats import FORMATS
 from processes import LIMIT
 from same_bits import assert_same_bits
 from samples import sample
+from typer.testing import CliRunner
 
 import blockfp
+from blockfp import cli
 from blockfp.check import backends
 from blockfp.check.crosscheck import Definition
 from blockfp.commands import console
@@ -92,6 +95,106 @@ def test_version_and_help():
     assert run("check", "-h").stdout == run("check", "--help").stdout
 
 
+def test_paragraphs_of_the_help_are_whole():
+    """No line ends early: the terminal's width alone breaks lines."""
+    text = run("check", "--help").stdout
+    assert "and whether blockfp makes the same bits. With" in plain(text)
+    assert "whether blockfp makes" in text
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("che", ["check"]),
+        ("check --format mxint", ["mxint8", "mxint8_floor", "mxint8_32x32", "mxint8_32x32_floor"]),
+        ("check --backend torch-", ["torch-cuda", "torch-compiled", "torch-definition"]),
+        ("export run out --to high", ["high-precision"]),
+    ],
+)
+def test_completion(typed, offered, monkeypatch):
+    """What a shell asks for when a user presses the tab key."""
+    words = ["blockfp", *typed.split(" ")]
+    line = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1), "_BLOCKFP_COMPLETE": "complete_bash"}
+    for name, value in line.items():
+        monkeypatch.setenv(name, value)
+    found = CliRunner().invoke(cli.app, [], prog_name="blockfp").stdout.split()
+    assert sorted(found) == sorted(offered)
+
+
+def in_several_files(folder, arrays):
+    """Writes a model as Hugging Face does: a file for each array, and their index."""
+    folder.mkdir()
+    names = {name: f"model-{i:05}-of-{len(arrays):05}.safetensors" for i, name in enumerate(arrays, 1)}
+    for name, file in names.items():
+        entry = Entry(name, arrays[name].dtype, arrays[name].shape)
+        write_safetensors(folder / file, [entry], [(name, arrays[name])], {})
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    return index
+
+
+def test_models_in_several_files(model, tmp_path):
+    """A folder and an index are the same model as one file: to be checked, and quantized into the same bytes."""
+    index = in_several_files(tmp_path / "parts", ARRAYS)
+    (tmp_path / "whole").mkdir()
+    model.rename(tmp_path / "whole" / "model.safetensors")
+    written = []
+    for number, source in enumerate((tmp_path / "whole", index.parent, index)):
+        checked = run("check", source, "--format", "mxfp8_e4m3", "--report", tmp_path / f"{number}.json")
+        assert checked.exit_code == 0, checked.output
+        assert "2 tensors in 1 format through" in plain(checked.stdout)
+        target = tmp_path / f"{number}.safetensors"
+        assert run("quantize", source, target, "--format", "nvfp4_16x16").exit_code == 0
+        written.append(safetensors.numpy.load_file(target))
+    for other in written[1:]:
+        assert other.keys() == written[0].keys()
+        assert all(np.array_equal(other[name], written[0][name]) for name in other)
+    assert run("check", "--compare", tmp_path / "0.json", tmp_path / "1.json").exit_code == 0
+    (index.parent / "model-00001-of-00004.safetensors").unlink()
+    refused(run("check", index.parent), "names model-00001-of-00004.safetensors: no such file")
+
+
+def test_quiet(model, tmp_path, wrong_kernels):
+    """Only errors are printed; the exit code stays."""
+    done = run("check", model, "--format", "mxfp8_e4m3", "--backend", "numpy", "--backend", "kernels", "-q")
+    assert (done.exit_code, done.stdout) == (1, "")
+    done = run("quantize", model, tmp_path / "q.safetensors", "--format", "nvfp4", "-q")
+    assert (done.exit_code, done.output) == (0, "")
+    refused(run("check", "-q", "no.npy"), "no such file")
+    assert run("formats").stdout
+
+
+def test_as_many_checks_at_once_as_threads(model, monkeypatch):
+    """A backend that counts who is in it: two at most, as asked; with one thread, one."""
+    for threads in (1, 2):
+        counting = Counting()
+        monkeypatch.setitem(backends.BACKENDS, "counting", lambda counting=counting: counting)
+        done = run("check", model, "--backend", "numpy", "--backend", "counting", "--threads", threads)
+        assert done.exit_code == 0, done.output
+        assert 1 <= counting.most <= threads
+    refused(run("check", model, "--threads", 0), "greater than or equal to 1")
+
+
+class Counting(Definition):
+    """The definition, which knows how many quantize by it at once."""
+
+    name = "counting"
+
+    def __init__(self):
+        self.inside = self.most = 0
+        self.lock = threading.Lock()
+
+    def quantize(self, x, format):
+        with self.lock:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+        try:
+            return super().quantize(x, format)
+        finally:
+            with self.lock:
+                self.inside -= 1
+
+
 def test_a_python_runs_its_own():
     done = subprocess.run(
         [sys.executable, "-m", "blockfp", "--help"], capture_output=True, text=True, timeout=LIMIT, check=True
@@ -157,6 +260,14 @@ def test_nothing_to_check_is_said(tmp_path):
     assert result.exit_code == 2
     assert "skipped in v.npy, 1 axis: v" in result.stdout
     assert "0 tensors in 51 formats through numpy: nothing to check" in plain(result.stdout)
+    assert "yes" not in result.stdout
+
+
+def test_what_one_backend_has_alone_is_not_equal(model):
+    result = run("check", model, "--format", "mxfp8_e4m3", "--backend", "numpy")
+    assert result.exit_code == 2
+    (row,) = [line.split() for line in result.stdout.splitlines() if line.startswith("mxfp8_e4m3")]
+    assert row[1] == "-"
 
 
 def test_check_names_the_first_difference(model, tmp_path, wrong_kernels):

@@ -204,7 +204,7 @@ def test_options_that_do_not_go_together(path):
     assert "remove FILE and --per-tensor" in result.stderr
     result = run("check")
     assert result.exit_code == 2
-    assert "name a .safetensors, .npy or .npz file, or two reports with --compare" in result.stderr
+    assert "name a .safetensors, .npy or .npz file, a folder with a model, or two reports with --compare" in result.stderr
 
 
 OWN = """

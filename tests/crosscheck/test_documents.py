@@ -4,6 +4,7 @@ import ast
 import pydoc
 import re
 import runpy
+import socket
 import subprocess
 import sys
 import textwrap
@@ -12,7 +13,7 @@ from pathlib import Path
 import gloo
 import numpy
 import pytest
-from documented import PAGES, blocks, fences, program, run_documented
+from documented import PAGES, blocks, documented, fences, program, run_documented
 from processes import LIMIT
 
 import blockfp
@@ -21,7 +22,7 @@ from blockfp.formats import NAMES
 
 ROOT = Path(__file__).parents[2]
 RANKS = {"training.md": 2, "parallelism.md": 4, "reproducible.md": 4, "experts.md": 4, "checkpoints.md": 2}
-"""Pages whose programs run on several processes, with a default process group."""
+"""Pages whose programs run on several processes: by torchrun, as they say."""
 
 
 # What the training examples share, and what tests/jax/test_jax_examples.py and tests/torch/test_pretrain.py run.
@@ -44,6 +45,17 @@ def fork(tmp_path, ranks, body, **options):
     gloo.run(ranks, file, "forked", **options)
 
 
+def torchrun(tmp_path, ranks, body):
+    """Runs lines of Python as torchrun does: no process group, but the environment from which one is made."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(ranks)}
+    begin = f"os.environ |= {where!r} | {{'RANK': str(rank), 'LOCAL_RANK': str(rank)}}"
+    # No rank ends while another still talks to it.
+    end = "import torch.distributed as dist\nif dist.is_initialized():\n    dist.barrier()"
+    fork(tmp_path, ranks, f"{begin}\n{body}\n{end}", backend=None)
+
+
 @pytest.fixture(autouse=True)
 def _libraries(monkeypatch):
     pytest.importorskip("jax")
@@ -57,10 +69,21 @@ def test_pages_run(tmp_path, page):
     """Each page is a program, from its first block to its last."""
     # The whole of inductor is for other tests: here the code has to be right, not fast.
     code = program(page).replace("fullgraph=True", 'fullgraph=True, backend="aot_eager"')
-    options = {} if page.name in RANKS else {"backend": None}
     # torch 2.11's compiler looks for the module that a function names.
     module = "import sys, types; page = sys.modules['page'] = types.ModuleType('page')"
-    fork(tmp_path, RANKS.get(page.name, 1), f"{module}\nexec({code!r}, vars(page))", **options)
+    body = f"{module}\nexec({code!r}, vars(page))"
+    if page.name in RANKS:
+        torchrun(tmp_path, RANKS[page.name], body)
+    else:
+        fork(tmp_path, 1, body, backend=None)
+
+
+def test_the_example_for_many_gpus_runs_by_torchrun(tmp_path):
+    """The file of start.md, as printed; it ends its process group itself."""
+    assert "$ torchrun --nproc-per-node 8 train.py" in (ROOT / "docs" / "start.md").read_text()
+    program = documented("train on every GPU")
+    torchrun(tmp_path, 2, f"exec({program!r}, {{}})")
+    assert (tmp_path / "run").is_dir()
 
 
 def test_every_named_block_is_run_by_a_test():

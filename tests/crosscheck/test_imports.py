@@ -146,6 +146,18 @@ print(json.dumps([sorted(packages), sorted(added)]))
     assert not {"asyncio", "email", "http.client", "importlib.metadata", "multiprocessing", "ssl", "subprocess"} & set(added)
 
 
+@pytest.mark.parametrize(("face", "library"), [("jax", "JAX"), ("torch", "PyTorch")])
+def test_a_face_says_which_extra_installs_its_library(tmp_path, face, library):
+    """Nothing else that is missing is called so: another module's error stays its own."""
+    for absent, message in (
+        (face, f"ModuleNotFoundError: blockfp.{face} needs {library}: pip install 'blockfp[{face}]'"),
+        ("ml_dtypes", "ModuleNotFoundError: import of ml_dtypes halted; None in sys.modules"),
+    ):
+        script = f"import sys; sys.modules[{absent!r}] = None; import blockfp.{face}"
+        done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
+        assert done.stderr.splitlines()[-1] == message
+
+
 @pytest.mark.parametrize(
     ("face", "library", "old", "private"),
     [

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
 from blockfp import patterns, recipes
-from blockfp.recipes import ByPath, Compute, Recipe
+from blockfp.recipes import ByPath, Compute, Recipe, RecipeName
 
 from ..modules.experts import Experts
 from ..modules.model_names import named_modules
@@ -29,17 +29,20 @@ class _Chosen(NamedTuple):
     kind: Kind
 
 
+M = TypeVar("M", bound=nn.Module)
+
+
 @patterns.takes_filter
 def convert(
-    model: nn.Module,
-    recipe: Recipe | str | ByPath,
+    model: M,
+    recipe: Recipe | RecipeName | ByPath,
     filter_fn: Callable[[str, nn.Module], bool] | None = None,
     *,
     weights: Weights = "quantized",
     compute: Compute = "quantized",
     keep_init: bool = True,
     fuse: Fuse | None = None,
-) -> nn.Module:
+) -> M:
     """Converts every `torch.nn.Linear` of a model to `Linear`, in place and with its values.
 
     Subclasses of `torch.nn.Linear` that use its forward, and transformers' `Conv1D`, become a class derived from their own and
@@ -121,7 +124,7 @@ def convert(
 
 
 def _chosen(
-    model: nn.Module, recipe: Recipe | str | ByPath, filter_fn: Callable[[str, nn.Module], bool] | None
+    model: nn.Module, recipe: Recipe | RecipeName | ByPath, filter_fn: Callable[[str, nn.Module], bool] | None
 ) -> dict[nn.Module, _Chosen]:
     candidates: list[tuple[str, nn.Module]] = []
     # nn.MultiheadAttention multiplies with its children's weights itself; adapters are trained in high precision.

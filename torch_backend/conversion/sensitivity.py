@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from blockfp import patterns
 from blockfp import recipes as known
-from blockfp.recipes import Cast, Recipe
+from blockfp.recipes import Cast, Recipe, RecipeName
 
 from ..linear.linear import linear
 from ..modules.experts import Experts
@@ -35,7 +35,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 def sensitivity(
     model: nn.Module,
     batches: Iterable[Any],
-    recipes: Sequence[Recipe | str] = ("mxfp8", "nvfp4"),
+    recipes: Sequence[Recipe | RecipeName] = ("mxfp8", "nvfp4"),
     *,
     loss: Loss | None = None,
     filter_fn: Callable[[str, nn.Module], bool] | None = None,

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 
 from blockfp import patterns, recipes
-from blockfp.recipes import Recipe
+from blockfp.recipes import Recipe, RecipeName
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Sensitivity:
         """Returns the entries as dictionaries, for tables and JSON."""
         return [asdict(one) for one in self.layers]
 
-    def of(self, recipe: Recipe | str) -> list[LayerSensitivity]:
+    def of(self, recipe: Recipe | RecipeName) -> list[LayerSensitivity]:
         """Returns one recipe's entries, most sensitive layers first; equal ones keep the model's order.
 
         Raises:
@@ -77,9 +77,9 @@ class Sensitivity:
 
     def plan(
         self,
-        recipe: Recipe | str,
+        recipe: Recipe | RecipeName,
         *,
-        keep: Recipe | str | None = None,
+        keep: Recipe | RecipeName | None = None,
         layers: float | None = None,
         parameters: float | None = None,
         loss_change: float | None = None,

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
+from blockfp import notebook
 from blockfp.recipes import Recipe
 
 from ..modules.experts import Experts
@@ -67,6 +68,9 @@ class LeftWeight:
     shape: tuple[int, ...]
     parameters: int
     bytes: int
+
+
+_HEAD = ("weight", "layer", "recipe", "stored", "parameters", "bytes")
 
 
 @dataclass(frozen=True)
@@ -126,9 +130,9 @@ class Summary:
         """Quantized share of the parameters in matrices, 0 to 1."""
         return self.quantized / self.in_matrices if self.in_matrices else 0.0
 
-    def __str__(self) -> str:
-        head = ("weight", "layer", "recipe", "stored", "parameters", "bytes")
-        rows: list[tuple[str, ...]] = [head]
+    def _rows_and_notes(self) -> tuple[list[tuple[str, ...]], list[str]]:
+        """Returns the rows of the table, and the lines under it."""
+        rows: list[tuple[str, ...]] = []
         for path, count, alike in _together(self.layers, lambda one: (one.kind, one.recipe, one.stored, one.shape)):
             first = alike[0]
             totals = (_number(sum(one.parameters for one in alike)), _number(sum(one.bytes for one in alike)))
@@ -141,9 +145,6 @@ class Summary:
             notes.append(f"left: {path} {list(first.shape)}: {first.reason}")
         rows.append(("vectors", "", "", "", _number(self.others), _number(self.other_bytes)))
         rows.append(("total", "", "", "", _number(self.parameters), _number(self.bytes)))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-        lines = ["  ".join(_aligned(row, widths)).rstrip() for row in rows]
-        lines.insert(1, "  ".join("-" * width for width in widths))
         quantized = f"quantized: {_number(self.quantized)} of {_number(self.in_matrices)} parameters in matrices"
         waiting = f"originals on the CPU, until an optimizer takes them: {_number(self.originals)} bytes"
         kept = [waiting] if self.originals else []
@@ -152,9 +153,20 @@ class Summary:
             kept.append(f"optimizer: {each}; {_number(sum(size for _, size in self.states))} bytes")
         if self.held > self.bytes:
             kept.append(f"between steps: {_number(self.held)} bytes, buffers' {_number(self.buffers)} among them")
-        return "\n".join([*lines, f"{quantized} ({self.share:.1%}; embeddings aside)", *kept, *notes])
+        return rows, [f"{quantized} ({self.share:.1%}; embeddings aside)", *kept, *notes]
+
+    def __str__(self) -> str:
+        rows, notes = self._rows_and_notes()
+        widths = [max(map(len, column)) for column in zip(_HEAD, *rows, strict=True)]
+        lines = ["  ".join(_aligned(row, widths)).rstrip() for row in (_HEAD, *rows)]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        return "\n".join([*lines, *notes])
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        rows, notes = self._rows_and_notes()
+        return notebook.table(rows, _HEAD, notes)
 
 
 def summary(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> Summary:

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from blockfp import recipes
 from blockfp.definition.rounding import Key
-from blockfp.recipes import Cast, Recipe
+from blockfp.recipes import Cast, Recipe, RecipeName
 from blockfp.sharding.dispatching import check_rows
 
 from ..linear.linear import LinearState
@@ -107,7 +107,7 @@ def dispatch(
     experts: Tensor,
     num_experts: int,
     *,
-    recipe: Recipe | str,
+    recipe: Recipe | RecipeName,
     group: ProcessGroup | DeviceMesh | None = None,
     key: Key | None = None,
 ) -> Received:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from blockfp import recipes
 from blockfp.definition.rounding import Key
-from blockfp.recipes import Compute, Recipe
+from blockfp.recipes import Compute, Recipe, RecipeName
 
 from ..quantized_tensor import sharding
 from .linear import LinearState, apply
@@ -20,7 +20,7 @@ def grouped_mm(
     offs: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    recipe: Recipe | str,
+    recipe: Recipe | RecipeName,
     state: LinearState | None = None,
     key: Key | None = None,
     compute: Compute = "quantized",

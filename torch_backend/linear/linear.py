@@ -12,7 +12,7 @@ from torch import Tensor
 from blockfp import recipes
 from blockfp.definition.rounding import Key
 from blockfp.kernels import switch
-from blockfp.recipes import Compute, Recipe
+from blockfp.recipes import Compute, Recipe, RecipeName
 
 from ..ops import library
 from ..ops.layer.activations import Gating
@@ -63,7 +63,7 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    recipe: Recipe | str,
+    recipe: Recipe | RecipeName,
     state: LinearState | None = None,
     key: Key | None = None,
     compute: Compute = "quantized",

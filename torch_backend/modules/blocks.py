@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from blockfp.recipes import Compute, Recipe
+from blockfp.recipes import Compute, Recipe, RecipeName
 
 from ..ops.layer.activations import Gating
 from .layer_calls import gated_product
@@ -43,7 +43,7 @@ class LayerNormMLP(nn.Module):
         ffn_features: int,
         bias: bool = True,
         *,
-        recipe: Recipe | str,
+        recipe: Recipe | RecipeName,
         norm: Norm = "layer_norm",
         activation: Activation = "gelu",
         eps: float = 1e-5,
@@ -104,7 +104,7 @@ class LayerNormLinear(nn.Module):
         out_features: int,
         bias: bool = True,
         *,
-        recipe: Recipe | str,
+        recipe: Recipe | RecipeName,
         norm: Norm = "layer_norm",
         eps: float = 1e-5,
         device: torch.device | str | None = None,
@@ -147,7 +147,7 @@ class TransformerLayer(nn.Module):
         heads: int,
         bias: bool = True,
         *,
-        recipe: Recipe | str,
+        recipe: Recipe | RecipeName,
         key_value_heads: int | None = None,
         norm: Norm = "layer_norm",
         activation: Activation = "gelu",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from blockfp.formats import Format
+from blockfp.formats import Format, FormatName
 from blockfp.sharding import parts
 from blockfp.sharding.placement import Mesh, Shard, Sharding
 from blockfp.sharding.reducing import check_reduce_format
@@ -47,7 +47,7 @@ class Cutter:
         *,
         sequence: bool = False,
         sequence_dim: int = -2,
-        reduce_format: Format | str | None = None,
+        reduce_format: Format | FormatName | None = None,
         splits: int | None = None,
     ):
         from torch.distributed.device_mesh import DeviceMesh

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from blockfp.formats import Format
-from blockfp.recipes import Compute, Recipe
+from blockfp.recipes import Compute, Recipe, RecipeName
 
 from ..experts.dispatch import Received, send
 from ..experts.route import Group
@@ -32,7 +32,7 @@ PRODUCT = "_product"
 class GroupedProduct(RecipeState, StatefulLayer):
     """Multiplies with one weight of `Experts` and holds the recipe's state for it; the weight belongs to its owner."""
 
-    def __init__(self, recipe: Recipe | str, compute: Compute, device: torch.device):
+    def __init__(self, recipe: Recipe | RecipeName, compute: Compute, device: torch.device):
         StatefulLayer.__init__(self, recipe, compute)
         self.set_buffers(device)
         self.reset_buffers()
@@ -108,7 +108,7 @@ class Experts(InParts):
     def from_experts(
         cls,
         layer: nn.Module,
-        recipe: Recipe | str,
+        recipe: Recipe | RecipeName,
         *,
         weights: Weights = "quantized",
         compute: Compute = "quantized",

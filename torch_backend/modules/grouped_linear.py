@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockfp.recipes import Compute, Recipe
+from blockfp.recipes import Compute, Recipe, RecipeName
 
 from ..experts.dispatch import Received
 from ..quantized_tensor.sharding import local_of, mesh_of, to_local
@@ -40,7 +40,7 @@ class GroupedLinear(QuantizedLayer):
         out_features: int,
         bias: bool = True,
         *,
-        recipe: Recipe | str,
+        recipe: Recipe | RecipeName,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         weights: Weights = "quantized",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from blockfp.recipes import Compute, Recipe
+from blockfp.recipes import Compute, Recipe, RecipeName
 
 from .cutting import Cutter
 from .known_classes import LINEAR
@@ -48,7 +48,7 @@ class Linear(QuantizedLayer, nn.Linear):
         out_features: int,
         bias: bool = True,
         *,
-        recipe: Recipe | str,
+        recipe: Recipe | RecipeName,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         weights: Weights = "quantized",
@@ -70,7 +70,7 @@ class Linear(QuantizedLayer, nn.Linear):
     def from_linear(
         cls,
         linear: nn.Linear,
-        recipe: Recipe | str,
+        recipe: Recipe | RecipeName,
         *,
         weights: Weights = "quantized",
         compute: Compute = "quantized",
@@ -116,7 +116,7 @@ class TransposedLinear(QuantizedLayer):
         out_features: int,
         bias: bool = True,
         *,
-        recipe: Recipe | str,
+        recipe: Recipe | RecipeName,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         weights: Weights = "quantized",
@@ -136,7 +136,7 @@ class TransposedLinear(QuantizedLayer):
     def from_linear(
         cls,
         layer: nn.Module,
-        recipe: Recipe | str,
+        recipe: Recipe | RecipeName,
         *,
         weights: Weights = "quantized",
         compute: Compute = "quantized",

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockfp.recipes import Compute, Recipe
+from blockfp.recipes import Compute, Recipe, RecipeName
 
 from ..linear.tensor_parallel.pieces import in_pieces
 from ..quantized_tensor.sharding import from_local, mesh_of, to_local
@@ -45,7 +45,7 @@ class MultiheadAttention(nn.Module):
         heads: int,
         bias: bool = True,
         *,
-        recipe: Recipe | str,
+        recipe: Recipe | RecipeName,
         causal: bool = False,
         key_value_heads: int | None = None,
         device: torch.device | str | None = None,

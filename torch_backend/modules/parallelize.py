@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
-from blockfp.formats import Format
+from blockfp.formats import Format, FormatName
 
 from ..linear.tensor_parallel.parallel import Style
 from ..quantized_tensor.sharding import mesh_of
@@ -36,7 +36,7 @@ def parallelize(
     *,
     sequence_parallel: bool = False,
     sequence_dim: int = -2,
-    reduce_format: Format | str | None = None,
+    reduce_format: Format | FormatName | None = None,
     splits: int | None = None,
 ) -> Module:
     """Shards a module's weights over a tensor-parallel mesh, in place, so that its layers compute together.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from blockfp.formats import Format
-from blockfp.recipes import Compute, Recipe
+from blockfp.recipes import Compute, Recipe, RecipeName
 
 from ..linear.linear import apply
 from ..ops.quantize.shared_casts import running
@@ -31,7 +31,7 @@ Weights = Literal["quantized", "high_precision"]
 class LayerOptions(TypedDict):
     """Keywords common to all layers, for passing them on; see `Linear` and `QuantizedLayer`."""
 
-    recipe: Recipe | str
+    recipe: Recipe | RecipeName
     device: torch.device | str | None
     dtype: torch.dtype | None
     weights: Weights
@@ -56,7 +56,7 @@ class QuantizedLayer(InParts, StatefulLayer):
     bias: nn.Parameter | None
     weights: Weights
 
-    def __init__(self, recipe: Recipe | str, weights: Weights, compute: Compute, keep_init: bool):
+    def __init__(self, recipe: Recipe | RecipeName, weights: Weights, compute: Compute, keep_init: bool):
         StatefulLayer.__init__(self, recipe, compute)
         check_weights(weights)
         self.weights, self.keep_init = weights, keep_init

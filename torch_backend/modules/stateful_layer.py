@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from blockfp import recipes
 from blockfp.files.names import LAYER_BUFFERS
-from blockfp.recipes import Compute, Recipe
+from blockfp.recipes import Compute, Recipe, RecipeName
 
 from ..linear.delayed import update_layers
 from ..linear.linear import LinearState
@@ -44,7 +44,7 @@ class StatefulLayer(RecipeLayer):
     compute: Compute
     keyed_by_unit = False
 
-    def __init__(self, recipe: Recipe | str, compute: Compute):
+    def __init__(self, recipe: Recipe | RecipeName, compute: Compute):
         # Skips torch.nn.Linear.__init__, which would allocate parameters.
         nn.Module.__init__(self)
         self.recipe = recipes.parse(recipe)

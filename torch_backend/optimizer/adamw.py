@@ -12,7 +12,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -298,8 +298,8 @@ class AdamW(_Adam):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
-        master: str | None = "float32",
-        moments: str = "float32",
+        master: Literal["float32"] | None = "float32",
+        moments: adamw.Moments = "float32",
         key: Key | None = None,
         capturable: bool = False,
         foreach: bool | None = None,
@@ -325,8 +325,8 @@ class Adam(_Adam):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        master: str | None = "float32",
-        moments: str = "float32",
+        master: Literal["float32"] | None = "float32",
+        moments: adamw.Moments = "float32",
         key: Key | None = None,
         capturable: bool = False,
         foreach: bool | None = None,

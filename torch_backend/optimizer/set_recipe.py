@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from blockfp import recipes
 from blockfp.definition import layout
 from blockfp.formats import Format
-from blockfp.recipes import ByPath, Recipe
+from blockfp.recipes import ByPath, Recipe, RecipeName
 
 from ..conversion.kinds import quantized_names
 from ..modules import model_names
@@ -31,8 +31,11 @@ from .optimizer_state import renew_master
 Layer = QuantizedLayer | Experts
 
 
+M = TypeVar("M", bound=nn.Module)
+
+
 @torch.no_grad()
-def set_recipe(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None, recipe: Recipe | str | ByPath) -> nn.Module:
+def set_recipe(model: M, optimizer: Optimizer | Iterable[Optimizer] | None, recipe: Recipe | RecipeName | ByPath) -> M:
     """Changes the recipe of a model's quantized layers in place, during a run.
 
     Weights are requantized from the optimizer's fp32 masters, over all shards as if unsharded: the codes are those that the new

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from blockfp.definition import checks
 from blockfp.definition.rounding import Key, fold_in, key_words
-from blockfp.formats import Format
+from blockfp.formats import Format, FormatName
 
 from ..ops import dequantize_plans
 from ..ops.quantize.key_ops import signed
@@ -19,7 +19,7 @@ from .refusals import jit_refusal
 from .tensor import QuantizedTensor
 
 
-def quantize(x: Tensor, format: Format | str, *, key: Key | None = None) -> QuantizedTensor:
+def quantize(x: Tensor, format: Format | FormatName, *, key: Key | None = None) -> QuantizedTensor:
     """Quantizes a tensor in blocks of its last two axes.
 
     If x requires grad, so does the result; the gradient passes through unchanged (straight-through). A compiled function may
@@ -63,7 +63,7 @@ def quantize(x: Tensor, format: Format | str, *, key: Key | None = None) -> Quan
     return _quantize(x, format, words)
 
 
-def fake_quantize(x: Tensor, format: Format | str, *, key: Key | None = None) -> Tensor:
+def fake_quantize(x: Tensor, format: Format | FormatName, *, key: Key | None = None) -> Tensor:
     """Quantizes and dequantizes x, in its own dtype: the values that a product with the quantized x uses.
 
     The gradient passes through unchanged. Arguments and errors are the same as for `quantize`.

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 import blockfp
+from blockfp import notebook
 from blockfp.definition import checks
-from blockfp.formats import Format
+from blockfp.formats import Format, FormatName
 
 from ..ops import dequantize_plans, library
 from ..ops.library import DTYPES
@@ -86,7 +87,7 @@ class QuantizedTensor(Wrapper):
         scales: Tensor,
         tensor_scale: Tensor | None = None,
         *,
-        format: Format | str,
+        format: Format | FormatName,
         columns: int,
         dtype: torch.dtype,
         origin: Origin = (0, 0),
@@ -247,6 +248,9 @@ class QuantizedTensor(Wrapper):
 
     def is_shared(self) -> bool:
         return self.codes.is_shared()
+
+    def _repr_html_(self) -> str:
+        return notebook.of_array(type(self).__name__, self.format, tuple(self.shape), self.dtype, self.nbytes)
 
     def __repr__(self, *, tensor_contents=None) -> str:
         where = f", device='{self.device}'" if self.device.type != "cpu" else ""

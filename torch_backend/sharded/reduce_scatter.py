@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from blockfp.definition.layout import packed_columns
 from blockfp.definition.rounding import Key, key_words
-from blockfp.formats import Format
+from blockfp.formats import Format, FormatName
 from blockfp.kernels import switch
 from blockfp.sharding.reducing import SentPart, check_reduce_format, sent_layout, term_keys
 
@@ -163,7 +163,7 @@ class QuantizedReduceScatter:
 
 
 def quantize_reduce_scatter(
-    model: nn.Module, format: Format | str = "mxfp8_e5m2", *, key: Key | None = 0
+    model: nn.Module, format: Format | FormatName = "mxfp8_e5m2", *, key: Key | None = 0
 ) -> QuantizedReduceScatter:
     """Makes FSDP2 reduce-scatter a model's gradients as codes and scales: about half the bytes of bfloat16.
 

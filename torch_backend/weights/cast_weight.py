@@ -15,7 +15,7 @@ from torch import Tensor
 
 import blockfp
 from blockfp.definition.checks import check_input
-from blockfp.formats import Format
+from blockfp.formats import Format, FormatName
 from blockfp.sharding.placement import Mesh, Shard, Sharding, StridedShard
 
 from ..ops.kernels import kernels_for
@@ -115,7 +115,7 @@ class CastWeight(Wrapper):
         forbid_pointer(self)
 
     @classmethod
-    def from_values(cls, values: Tensor, format: Format | str, cut: TensorParallelShard | None = None) -> CastWeight:
+    def from_values(cls, values: Tensor, format: Format | FormatName, cut: TensorParallelShard | None = None) -> CastWeight:
         """Creates a weight from values, whole or cut by tensor parallelism, sharing their memory.
 
         Args:
