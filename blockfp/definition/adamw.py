@@ -76,14 +76,14 @@ def coefficients(
     Each argument is a number or an array; betas given as arrays must not be 0. `weight_decay` is AdamW's, or Adam's L2 term if
     `decoupled` is False.
     """
-    bias1, bias2 = (_bias(step, beta) for beta in betas)
+    bias1, bias2 = (bias(step, beta) for beta in betas)
     root = array_namespace(bias2).sqrt(bias2) if hasattr(bias2, "dtype") else math.sqrt(bias2)
     decay = 1 - lr * weight_decay if decoupled else 1.0
     l2 = 0.0 if decoupled else weight_decay
     return Coefficients(decay, l2, 1 - betas[0], betas[1], 1 - betas[1], 1 / root, eps, -lr / bias1)
 
 
-def _bias(step: Any, beta: Any) -> Any:
+def bias(step: Any, beta: Any) -> Any:
     """Returns 1 - beta^step without cancellation for beta close to 1."""
     if isinstance(beta, Real) and beta == 0:
         return 1.0
