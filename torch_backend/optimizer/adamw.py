@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from blockfp.definition import adamw, muon
+from blockfp.definition import adamw
 from blockfp.definition.adamw import Coefficients
 from blockfp.definition.oscillation import OsciReset
 from blockfp.definition.rounding import Key, key_words
@@ -37,6 +37,7 @@ from .local_parameter import MOMENT_NAMES, LocalParameter
 from .optimizer_state import needs_master, new_master, new_moments, renew_master
 from .optimizer_step import carry_out
 from .osci_reset import Windows, check_group, check_keeps_codes, new_paths, resets
+from .step_constants import begin_on_device, coefficients
 
 _told: set[tuple[int, int]] = set()
 _turns = threading.local()
@@ -257,7 +258,7 @@ class _Adam(Optimizer):
         steps: list[Tensor] = [one.state["step"] for one in todo]
         lr, settings = group["lr"], (group["betas"], group[self._eps], group["weight_decay"])
         if group["capturable"]:
-            _begin_on_device(todo, steps, lr, settings, self._decoupled, found, scale)
+            begin_on_device(todo, steps, lr, settings, self._decoupled, found, scale)
             return True
         if found is not None and found.item() != 0:
             return False
@@ -271,7 +272,7 @@ class _Adam(Optimizer):
         for one, number in zip(todo, numbers, strict=True):
             alike = number, one.ratio
             if alike not in known:
-                c = _coefficients(number, lr, settings, self._decoupled, one.ratio)
+                c = coefficients(number, lr, settings, self._decoupled, one.ratio)
                 known[alike] = c._replace(unscale=unscale)
             one.step, one.coefficients = number, known[alike]
         return True
@@ -318,6 +319,7 @@ class AdamW(_Adam):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
         master: str | None = "float32",
         moments: str = "float32",
@@ -325,7 +327,6 @@ class AdamW(_Adam):
         capturable: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
-        amsgrad: bool = False,
         maximize: bool = False,
         differentiable: bool = False,
     ):
@@ -346,6 +347,7 @@ class Adam(_Adam):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        amsgrad: bool = False,
         *,
         master: str | None = "float32",
         moments: str = "float32",
@@ -353,42 +355,14 @@ class Adam(_Adam):
         capturable: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
-        amsgrad: bool = False,
         maximize: bool = False,
         differentiable: bool = False,
+        decoupled_weight_decay: bool = False,
     ):
         of_torch = {"amsgrad": amsgrad, "maximize": maximize, "differentiable": differentiable}
+        of_torch["decoupled_weight_decay"] = decoupled_weight_decay
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, settings | {"master": master, "moments": moments, "capturable": capturable}, key, of_torch)
-
-
-def _coefficients(step: Any, lr: Any, settings: Any, decoupled: bool, ratio: float | None) -> Coefficients:
-    if ratio is None:
-        return adamw.coefficients(step, lr, *settings, decoupled=decoupled)
-    return muon.coefficients(lr, settings[-1], ratio)
-
-
-def _begin_on_device(todo, steps, lr, settings, decoupled, found, scale) -> None:
-    """Does `_begin`'s work without a device read: each parameter's coefficients are a row of a tensor."""
-    alike: dict[tuple[torch.device, float | None], list[int]] = {}
-    for i, step in enumerate(steps):
-        alike.setdefault((step.device, todo[i].ratio), []).append(i)
-    for (device, ratio), places in alike.items():
-        counts = [steps[i] for i in places]
-        skip = (torch.zeros((), device=device) if found is None else found.to(device) != 0).to(torch.float32)
-        foreach_add_(counts, [1 - skip] * len(counts))
-        step = torch.stack(counts).to(torch.float64)
-        rate = lr.to(device, torch.float64) if isinstance(lr, Tensor) else lr
-        c = _coefficients(step, rate, settings, decoupled, ratio)
-        unscale = 1.0 if scale is None else scale.to(device, torch.float64).reciprocal()
-        # A skipped step may have number 0; its coefficients are never read.
-        columns = [
-            x.to(torch.float64).expand(len(counts)) if isinstance(x, Tensor) else torch.full_like(step, x)
-            for x in c._replace(unscale=unscale, skip=skip)
-        ]
-        table = torch.stack(columns, dim=1).to(torch.float32)
-        for i, row in zip(places, table.unbind(), strict=True):
-            todo[i].coefficients, todo[i].step = row, steps[i]
 
 
 def _check_dtype(name: str | int, param: Tensor, master: str | None) -> None:
