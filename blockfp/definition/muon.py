@@ -4,7 +4,7 @@ The formulas match `torch.optim.Muon` and, with `bias_correction`, `optax.contri
 https://kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv 2502.16982). A step has three parts:
 
     momentum = momentum + (gradient - momentum) (1 - beta)           `adamw.update` by `momentum_coefficients`
-    direction = orthogonalize(gradient a + momentum b)               of each whole matrix; a and b from `blend`
+    direction = orthogonalize(gradient a + momentum b)               of each whole matrix; a and b from `adamw.blend`
     weight = weight (1 - lr weight_decay) - lr ratio direction       `adamw.update` by `coefficients`
 
 The first and last part are steps of AdamW with other constants, so its kernels do them, and they are equal in NumPy, PyTorch
@@ -21,12 +21,11 @@ from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
 
-from . import adamw
 from .adamw import Coefficients
 from .bits import Array
 
-RATIOS = ("original", "match_rms_adamw")
-"""Names of the ratios between a matrix's learning rate and its group's."""
+RATIOS = {"original": None, "match_rms_adamw": 0.2}
+"""torch's names of the ratios between a matrix's learning rate and its group's, with the `rms` of `ratio`."""
 
 DTYPES = ("bfloat16", "float32")
 """Names of the dtypes that `orthogonalize` computes in."""
@@ -45,40 +44,38 @@ class Settings(NamedTuple):
         ns_dtype: dtype of the iteration: "bfloat16", or "float32".
     """
 
-    momentum: float = 0.95
+    momentum: Any = 0.95
     nesterov: bool = True
     bias_correction: bool = False
     ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
     ns_steps: int = 5
-    eps: float = 1e-7
+    eps: Any = 1e-7
     ns_dtype: str = "bfloat16"
 
 
-def check_settings(settings: Settings, adjust_lr_fn: str | None) -> None:
-    """Raises ValueError for invalid settings."""
+def check_settings(settings: Settings) -> None:
+    """Raises ValueError for invalid settings. Arrays are not checked."""
     momentum, _, _, coefficients, steps, eps, dtype = settings
-    if not (isinstance(momentum, Real) and 0 <= momentum < 1):
+    if not (0 <= float(momentum) < 1 if isinstance(momentum, Real) else hasattr(momentum, "dtype")):
         raise ValueError(f"momentum must be a number of at least 0 and below 1, got {momentum!r}")
     if len(coefficients) != 3 or not all(isinstance(one, Real) for one in coefficients):
         raise ValueError(f"ns_coefficients must be three numbers, got {coefficients!r}")
     if not (isinstance(steps, int) and 1 <= steps < 100):
         raise ValueError(f"ns_steps must be an integer of 1 to 99, got {steps!r}")
-    if not (isinstance(eps, Real) and eps > 0):
+    if not (float(eps) > 0 if isinstance(eps, Real) else hasattr(eps, "dtype")):
         raise ValueError(f"eps must be above 0, got {eps!r}")
     if dtype not in DTYPES:
         raise ValueError(f"ns_dtype must be {' or '.join(map(repr, DTYPES))}, got {dtype!r}")
-    if adjust_lr_fn not in (None, *RATIOS):
-        raise ValueError(f"adjust_lr_fn must be None or one of {', '.join(map(repr, RATIOS))}, got {adjust_lr_fn!r}")
 
 
-def ratio(rows: int, columns: int, adjust_lr_fn: str | None) -> float:
+def ratio(rows: int, columns: int, rms: float | None) -> float:
     """Returns the ratio between the learning rate of a matrix [rows, columns], [out, in], and its group's.
 
-    "original", also None, is Jordan's sqrt(max(1, rows / columns)); "match_rms_adamw" is Moonlight's 0.2 sqrt(max(rows,
-    columns)), for which learning rates and weight decay of AdamW can be reused.
+    With `rms` the direction gets this root mean square, as Moonlight does: rms sqrt(max(rows, columns)). For 0.2, AdamW's
+    learning rates and weight decay can be reused. None is Jordan's sqrt(max(1, rows / columns)).
     """
-    if adjust_lr_fn == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, columns))
+    if rms is not None:
+        return rms * math.sqrt(max(rows, columns))
     return math.sqrt(max(1.0, rows / columns)) if columns else 1.0
 
 
@@ -92,16 +89,6 @@ def coefficients(lr: Any, weight_decay: Any, ratio: float) -> Coefficients:
     )
 
 
-def blend(step: Any, settings: Settings) -> tuple[Any, Any]:
-    """Returns the factors of gradient and momentum in the direction of step number `step`, which starts at 1."""
-    beta, corrected = settings.momentum, settings.bias_correction
-    now = adamw.bias(step, beta) if corrected else 1.0
-    if not settings.nesterov:
-        return 0.0, 1.0 / now
-    after = adamw.bias(step + 1, beta) if corrected else 1.0
-    return (1 - beta) / now, beta / after
-
-
 def momentum_coefficients(settings: Settings) -> Coefficients:
     """Returns the constants with which `adamw.update` updates a momentum, given as its first moment.
 
@@ -112,8 +99,8 @@ def momentum_coefficients(settings: Settings) -> Coefficients:
     )
 
 
-def direction(momentum: Array, gradient: Array, factors: tuple[Any, Any]) -> Array:
-    """Returns the direction before it is orthogonalized, float32; `factors` is of `blend`."""
+def blended(momentum: Array, gradient: Array, factors: tuple[Any, Any]) -> Array:
+    """Returns the direction before it is orthogonalized, float32; `factors` is of `adamw.blend`."""
     return gradient * factors[0] + momentum * factors[1]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from blockfp.definition import muon
+from blockfp.definition import adamw, muon
 from blockfp.definition.muon import Settings
 from blockfp.definition.rounding import Key
 
@@ -91,21 +91,25 @@ class Muon(_Adam):
 
     def _check(self, settings: dict[str, Any]) -> None:
         super()._check(settings)
-        muon.check_settings(_settings(settings), settings["adjust_lr_fn"])
+        muon.check_settings(_settings(settings))
+        if (adjust := settings["adjust_lr_fn"]) not in (None, *muon.RATIOS):
+            raise ValueError(f"adjust_lr_fn must be None or one of {', '.join(map(repr, muon.RATIOS))}, got {adjust!r}")
 
     def _moment_names(self, param: Tensor, group: dict[str, Any]) -> tuple[str, ...]:
         return (MOMENTUM_NAME,) if _has_matrices(param, group) else super()._moment_names(param, group)
 
     def _state_of(self, one: LocalParameter, group: dict[str, Any]) -> dict[str, Tensor]:
-        one.ratio = muon.ratio(*one.whole, group["adjust_lr_fn"]) if _has_matrices(one.param, group) else None
+        rms = muon.RATIOS.get(group["adjust_lr_fn"])
+        one.ratio = muon.ratio(*one.whole, rms) if _has_matrices(one.param, group) else None
         return super()._state_of(one, group)
 
     def _begin(self, group: dict[str, Any], todo: list[LocalParameter], found: Tensor | None, scale: Tensor | None) -> bool:
         if not super()._begin(group, todo, found, scale):
             return False
         settings = _settings(group)
+        options = {"nesterov": settings.nesterov, "bias_correction": settings.bias_correction}
         for one in todo:
-            one.muon = settings, muon.blend(one.step, settings)
+            one.muon = settings, adamw.blend(one.step, settings.momentum, **options)
         return True
 
     def _carry_out(self, todo: list[LocalParameter], key: tuple[int, int]) -> None:

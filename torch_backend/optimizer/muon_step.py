@@ -77,7 +77,7 @@ def _take_momenta(batch: list[LocalParameter], key: tuple[int, int]) -> None:
     for one, momentum, coefficients in zip(batch, weights, after, strict=True):
         settings, factors = one.muon
         gradient = one.gradient.to(torch.float32) * one.scalars.unscale
-        one.gradient = muon.direction(momentum, gradient, factors).to(getattr(torch, settings.ns_dtype))
+        one.gradient = muon.blended(momentum, gradient, factors).to(getattr(torch, settings.ns_dtype))
         one.coefficients = coefficients
 
 

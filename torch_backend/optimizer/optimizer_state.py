@@ -134,8 +134,8 @@ def store_moment(one: LocalParameter, state: dict[str, Tensor], name: str, value
     """Stores a moment. key=None rounds to nearest, which is exact for values that were stored before."""
     kept = state[name]
     if kept.dtype == torch.uint8:
-        place = {"origin": one.origin, "shape": one.whole}
-        codes, scales = adamw.store_fp8(values, second=name == MOMENT_NAMES[1], key=key, **place)
+        second = name == MOMENT_NAMES[1]
+        codes, scales = adamw.store_fp8(values, second=second, key=key, origin=one.origin, shape=one.whole)
         kept.copy_(codes)
         state[SCALES_OF[name]].copy_(scales)
     elif kept.dtype == torch.bfloat16 and key is not None:
