@@ -92,31 +92,15 @@ class _Matrix:
     def __init__(self, array: int, matrix: int, lies: Sharding):
         self.array, self.matrix, self.lies, self.mesh = array, matrix, lies, lies.mesh
         self.cut = [isinstance(placement, Shard | StridedShard) for placement in lies.placements]
-        self.at = np.unravel_index(matrix, lies.shape[:-2]) if len(lies.shape) > 2 else ()
-        self.ranks = [rank for rank in range(self.mesh.size) if self._local(lies.regions[rank]) is not None]
+        self.ranks, self.holders = _ranks(lies, matrix)
         self.owner: tuple[int, ...] = ()
-
-    def _local(self, region: Region) -> int | None:
-        """Returns the matrix's index in a rank's local array; None if the rank has nothing of it."""
-        if region.empty:
-            return None
-        local = 0
-        for index, start, size in zip(self.at, region.start, region.shape, strict=False):
-            if not start <= index < start + size:
-                return None
-            local = local * size + int(index) - start
-        return local
-
-    def holders(self) -> list[int]:
-        """Returns the ranks that hold all of the matrix."""
-        return [rank for rank in self.ranks if self.lies.regions[rank].shape[-2:] == self.lies.shape[-2:]]
 
     def part(self, coordinate: Sequence[int]) -> Part | None:
         """Returns the part at a coordinate, named after the owner's side along replicated axes; None if it is empty."""
         sides = [c if cut else own for c, cut, own in zip(coordinate, self.cut, self.owner, strict=True)]
         rank = self.mesh.rank(sides)
         region = self.lies.regions[rank]
-        local = self._local(region)
+        local = _local(self.lies, self.matrix, region)
         if local is None:
             return None
         (row, column), (rows, columns) = region.start[-2:], region.shape[-2:]
@@ -140,6 +124,27 @@ class _Matrix:
         if tuple(coordinate[: axis + 1]) != self.owner[: axis + 1]:
             return []
         return self.parts(_moved(coordinate, axis, to), axis)
+
+
+@lru_cache(maxsize=4096)
+def _ranks(lies: Sharding, matrix: int) -> tuple[list[int], list[int]]:
+    """Returns the ranks that hold some of a matrix, and those that hold all of it."""
+    some = [rank for rank in range(lies.mesh.size) if _local(lies, matrix, lies.regions[rank]) is not None]
+    return some, [rank for rank in some if lies.regions[rank].shape[-2:] == lies.shape[-2:]]
+
+
+def _local(lies: Sharding, matrix: int, region: Region) -> int | None:
+    """Returns a matrix's index in a rank's local array; None if the rank has nothing of it."""
+    if region.empty:
+        return None
+    local, below = 0, math.prod(lies.shape[:-2])
+    for length, start, size in zip(lies.shape[:-2], region.start, region.shape, strict=False):
+        below //= length
+        index, matrix = divmod(matrix, below)
+        if not start <= index < start + size:
+            return None
+        local = local * size + index - start
+    return local
 
 
 def _moved(coordinate: Sequence[int], axis: int, to: int) -> list[int]:
@@ -166,7 +171,7 @@ def plan(shardings: tuple[Sharding, ...], rank: int, cost: Callable[[int, int], 
     if not matrices:
         return Plan((), (), (), ())
     mesh: Mesh = matrices[0].mesh
-    chosen = owners([cost(*one.lies.shape[-2:]) for one in matrices], [one.holders() for one in matrices], mesh.size)
+    chosen = owners([cost(*one.lies.shape[-2:]) for one in matrices], [one.holders for one in matrices], mesh.size)
     for one, owner in zip(matrices, chosen, strict=True):
         one.owner = mesh.coordinate(owner)
     here = mesh.coordinate(rank)

@@ -11,6 +11,7 @@ weight       a step of AdamW whose gradient is the direction (`muon.coefficients
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,7 +51,7 @@ def _batches(todo: list[LocalParameter]) -> Iterator[list[LocalParameter]]:
     batch: list[LocalParameter] = []
     elements = 0
     for one in todo:
-        own = one.param.numel() // one.lies.mesh.size
+        own = math.prod(one.lies.regions[0].shape)  # no rank's part is larger
         if batch and elements + own > _TOGETHER:
             yield batch
             batch, elements = [], 0
