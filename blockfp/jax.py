@@ -12,16 +12,9 @@ from .jax_backend.linear.dot_general import dot_general
 from .jax_backend.linear.experts import Received, combine, dispatch
 from .jax_backend.linear.grouped import grouped_linear
 from .jax_backend.linear.linear import linear
-from .jax_backend.params.optimizer import (
-    AdamState,
-    MasterState,
-    Optimizer,
-    Replacement,
-    adam,
-    adamw,
-    apply_updates,
-    with_masters,
-)
+from .jax_backend.params.adam import AdamState, adam, adamw
+from .jax_backend.params.muon import muon
+from .jax_backend.params.optimizer import MasterState, Optimizer, Replacement, apply_updates, with_masters
 from .jax_backend.params.params import dequantize_params, grad, quantize_params, value_and_grad
 from .jax_backend.params.placing import (
     named_shardings,
@@ -62,6 +55,7 @@ __all__ = [
     "grouped_linear",
     "linear",
     "load",
+    "muon",
     "named_shardings",
     "partition_specs",
     "quantize",

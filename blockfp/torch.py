@@ -36,6 +36,7 @@ from .torch_backend.modules.parallelize import parallelize
 from .torch_backend.modules.reproducible import Reproducible
 from .torch_backend.optimizer.adamw import Adam, AdamW
 from .torch_backend.optimizer.clipping import clip_grad_norm_
+from .torch_backend.optimizer.muon import Muon
 from .torch_backend.optimizer.set_recipe import set_recipe
 from .torch_backend.quantized_tensor.quantize import fake_quantize, from_jax, quantize, random_key
 from .torch_backend.quantized_tensor.tensor import QuantizedTensor, _rebuild_tensor
@@ -58,6 +59,7 @@ __all__ = [
     "Loaded",
     "MLPParts",
     "MultiheadAttention",
+    "Muon",
     "Observation",
     "Observed",
     "Oscillation",

@@ -1,8 +1,9 @@
 """AdamW and Adam on any array library: the update, its coefficients, and moments in bfloat16 or FP8.
 
 The formulas match `torch.optim.AdamW` and `torch.optim.Adam` (Kingma, Ba 2015; Loshchilov, Hutter 2019). Every operation is a
-single fp32 operation, so NumPy, eager torch and the kernels (kernels/include/blockfp/adamw.h) agree bit for bit. XLA fuses
-products and sums and may differ in the last place.
+single fp32 operation, so NumPy, eager torch and the kernels (kernels/include/blockfp/adamw.h) agree bit for bit. XLA would fuse
+products and sums; JAX's face prevents it (`unfused`), so moments agree too. Its constants are fp32 numbers of a traced step, so
+weights may differ in the last place.
 
 Moments can be stored in bfloat16, or in FP8 in blocks of 1x128 along the last axis (`MOMENT_FORMAT`). Rounding to nearest would
 not work: a step changes a second moment by about 0.1%, but codes are 0.4 to 12% apart, so a moment could rise and never fall.
@@ -19,6 +20,7 @@ changes nothing.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from numbers import Real
 from typing import Any, Literal, NamedTuple
 
@@ -27,6 +29,7 @@ from array_api_compat import array_namespace, is_torch_array
 from ..formats import Format
 from . import bits, numerics
 from .bits import Array
+from .layout import Materialize, as_stored
 from .numerics import Origin
 from .rounding import WIDE, Key, fold_in
 
@@ -76,19 +79,32 @@ def coefficients(
     Each argument is a number or an array; betas given as arrays must not be 0. `weight_decay` is AdamW's, or Adam's L2 term if
     `decoupled` is False.
     """
-    bias1, bias2 = (_bias(step, beta) for beta in betas)
+    bias1, bias2 = (bias(step, beta) for beta in betas)
     root = array_namespace(bias2).sqrt(bias2) if hasattr(bias2, "dtype") else math.sqrt(bias2)
     decay = 1 - lr * weight_decay if decoupled else 1.0
     l2 = 0.0 if decoupled else weight_decay
     return Coefficients(decay, l2, 1 - betas[0], betas[1], 1 - betas[1], 1 / root, eps, -lr / bias1)
 
 
-def _bias(step: Any, beta: Any) -> Any:
+def bias(step: Any, beta: Any) -> Any:
     """Returns 1 - beta^step without cancellation for beta close to 1."""
     if isinstance(beta, Real) and beta == 0:
         return 1.0
     power = step * (math.log(beta) if isinstance(beta, Real) else array_namespace(beta).log(beta))
     return -array_namespace(power).expm1(power) if hasattr(power, "dtype") else -math.expm1(power)
+
+
+def blend(step: Any, beta: Any, *, nesterov: bool, bias_correction: bool) -> tuple[Any, Any]:
+    """Returns the factors of gradient and first moment in the direction of step number `step`, which starts at 1.
+
+    With `nesterov` the direction looks one step ahead (Dozat 2016). `bias_correction` divides by what is missing since the
+    moment started at 0.
+    """
+    now = bias(step, beta) if bias_correction else 1.0
+    if not nesterov:
+        return 0.0, 1.0 / now
+    after = bias(step + 1, beta) if bias_correction else 1.0
+    return (1 - beta) / now, beta / after
 
 
 def check_settings(lr: Any, betas: tuple[float, float], eps: float, weight_decay: float, moments: str) -> None:
@@ -108,19 +124,38 @@ def stands_still(c: Coefficients) -> Any:
     return (c.rate == 0) & (c.decay == 1)
 
 
-def update(weight: Array, first: Array, second: Array, gradient: Array, c: Coefficients) -> tuple[Array, Array, Array]:
+def update(
+    weight: Array,
+    first: Array,
+    second: Array,
+    gradient: Array,
+    c: Coefficients,
+    *,
+    ahead: tuple[Any, Any] | None = None,
+    eps_root: Any = 0.0,
+    unfused: Callable[[Array], Array] = lambda product: product,
+) -> tuple[Array, Array, Array]:
     """Computes a step and returns (weight, first moment, second moment), unchanged if the step is skipped.
 
-    The arrays are float32 and have one shape; coefficients that are arrays must broadcast with them.
+    Args:
+        weight, first, second, gradient: float32, of one shape.
+        c: coefficients; arrays must broadcast with the weight.
+        ahead: Nesterov's rates of gradient and first moment, instead of the first moment's rate alone.
+        eps_root: added to the unbiased second moment under the root.
+        unfused: marks a product that must be rounded before it is added.
     """
     before = (weight, first, second)
     gradient = gradient * c.unscale
     if not isinstance(c.l2, Real) or c.l2 != 0:
-        gradient = gradient + weight * c.l2
-    first = first + (gradient - first) * c.weight1
-    second = second * c.beta2 + (gradient * c.weight2) * gradient
-    denominator = _square_root(second) * c.unbias2 + c.eps
-    moved = weight * c.decay + (first * c.rate) / denominator
+        gradient = gradient + unfused(weight * c.l2)
+    first = first + unfused((gradient - first) * c.weight1)
+    second = unfused(second * c.beta2) + unfused((gradient * c.weight2) * gradient)
+    if isinstance(eps_root, Real) and eps_root == 0:
+        root = unfused(_square_root(second) * c.unbias2)
+    else:
+        root = _square_root(unfused(second * (c.unbias2 * c.unbias2)) + eps_root)
+    along = first * c.rate if ahead is None else unfused(gradient * ahead[0]) + unfused(first * ahead[1])
+    moved = unfused(weight * c.decay) + along / (root + c.eps)
     after = (_unless(stands_still(c), weight, moved), first, second)
     weight, first, second = (_unless(c.skip != 0, old, new) for old, new in zip(before, after, strict=True))
     return weight, first, second
@@ -150,7 +185,13 @@ def rounding_key(key: Key, step: int | Array, parameter: int | Array, what: int 
 
 
 def store_fp8(
-    moment: Array, *, second: bool, key: Key | None, origin: Origin = (0, 0), shape: tuple[int, int] | None = None
+    moment: Array,
+    *,
+    second: bool,
+    key: Key | None,
+    origin: Origin = (0, 0),
+    shape: tuple[int, int] | None = None,
+    materialize: Materialize = as_stored,
 ) -> tuple[Array, Array]:
     """Returns codes (uint8) and scales (float32) of a moment in FP8.
 
@@ -160,10 +201,11 @@ def store_fp8(
         key: from `rounding_key`; None rounds to nearest, which reproduces previously stored values.
         origin: (row, column) of the first element in the unsharded matrix; the column must be on a block boundary.
         shape: (rows, columns) of the unsharded matrix; by default it ends where `moment` ends.
+        materialize: see `layout.Materialize`.
     """
     xp = array_namespace(moment)
     x = _square_root(moment) if second else moment
-    place = {"origin": origin, "shape": shape}
+    place = {"origin": origin, "shape": shape, "materialize": materialize}
     codes, scales, _ = numerics.quantize(x, MOMENT_FORMAT, key=key, nominal="float32", width=WIDE, **place)
     if second:
         codes = xp.where((codes == 0) & (x > 0), xp.ones_like(codes), codes)

@@ -25,6 +25,7 @@ from ..torch_backend.modules.experts import GroupedProduct
 from ..torch_backend.modules.parallelize import parallelize
 from ..torch_backend.modules.quantized_layer import Weights
 from ..torch_backend.optimizer.adamw import Adam, AdamW
+from ..torch_backend.optimizer.muon import Muon
 from ..torch_backend.weights.loading import init_
 from ..torch_backend.weights.module_state import become
 
@@ -115,7 +116,7 @@ class _Cut(Module):
 
 
 class BlockfpOptimizers(OptimizersContainer):
-    """torchtitan's container with blockfp's "AdamW" and "Adam"."""
+    """torchtitan's container with blockfp's "AdamW", "Adam" and "Muon"."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
@@ -128,4 +129,4 @@ class BlockfpOptimizers(OptimizersContainer):
 
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Any:
-        return {"AdamW": AdamW, "Adam": Adam}.get(name) or OptimizersContainer._resolve_optimizer_factory(name)
+        return {"AdamW": AdamW, "Adam": Adam, "Muon": Muon}.get(name) or OptimizersContainer._resolve_optimizer_factory(name)

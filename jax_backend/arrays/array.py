@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.export
@@ -27,6 +27,8 @@ from ..implementations.jax_internals import (
     EQUINOX_FILE,
     JAX_GRAD,
     LINEN_AXES,
+    OPTAX_LABELS,
+    OPTAX_MASK,
     OPTAX_UPDATES,
     OPTAX_ZEROS,
     RULES,
@@ -277,8 +279,28 @@ _VALUES = (
 )
 
 
+OF_PARTS = (
+    "labels or a mask refer to codes and scales separately: make them for whole leaves, jax.tree.map(.., "
+    "params, is_leaf=lambda leaf: isinstance(leaf, blockfp.jax.QuantizedArray)); or put optax.multi_transform "
+    "or masked inside blockfp.jax.with_masters, which shows it plain arrays, with labels that are a function of these"
+)
+
+
+def label_of(labels: QuantizedArray) -> Any:
+    """Returns the label that `jax.tree.map` gave to all parts of a quantized array; raises TypeError if they differ."""
+    first, *others = (part for part in (labels.codes, labels.scales, labels.tensor_scale, labels.tangent) if part is not None)
+    if hasattr(first, "dtype") or any(type(other) is not type(first) or other != first for other in others):
+        raise TypeError(OF_PARTS)
+    return first
+
+
 def _flatten(q: QuantizedArray):
     caller = flattening_caller()
+    if caller is not None and not hasattr(q.codes, "dtype"):
+        if caller == OPTAX_LABELS:
+            return (label_of(q),), None  # mapped over, it becomes the label of the whole leaf
+        if caller in (OPTAX_MASK, OPTAX_ZEROS):
+            raise TypeError(OF_PARTS)
     if caller == JAX_GRAD:
         raise TypeError(
             "jax.grad can't differentiate with respect to a QuantizedArray, whose codes are integers: use "

@@ -34,6 +34,8 @@ __all__ = [
     "EQUINOX_FILE",
     "JAX_GRAD",
     "LINEN_AXES",
+    "OPTAX_LABELS",
+    "OPTAX_MASK",
     "OPTAX_UPDATES",
     "OPTAX_ZEROS",
     "RULES",
@@ -195,6 +197,12 @@ OPTAX_UPDATES = ("optax._src.update", "apply_updates")
 """optax adding updates to parameters, also for flax's TrainState and nnx.Optimizer. JAX would complain about tree types, or add
 to codes."""
 
+OPTAX_LABELS = ("optax.transforms._combining", None)
+"""optax.multi_transform reading labels of a tree's leaves."""
+
+OPTAX_MASK = ("optax.transforms._masking", "_mask_callable")
+"""optax.masked reading a mask that is a tree; gradients have plain arrays where parameters have codes and scales."""
+
 _TREE_MATH = (
     *("add", "sub", "mul", "div", "scale", "add_scale", "vdot", "sum", "max", "min", "norm", "ones_like", "full_like", "clip"),
     *("update_moment", "update_infinity_moment", "update_moment_per_elem_norm", "bias_correction", "allclose"),
@@ -214,7 +222,18 @@ CALCULATING = frozenset(
 """Functions that calculate with a tree's leaves, by module. They would mistake codes for values, and codes are finite even if
 their values aren't."""
 
-_CALLERS = {EQUINOX_FILE, OPTAX_ZEROS, STOP_GRADIENT, JAX_GRAD, OPTAX_UPDATES, *LINEN_AXES, *RULES, *CALCULATING}
+_CALLERS = {
+    EQUINOX_FILE,
+    OPTAX_ZEROS,
+    STOP_GRADIENT,
+    JAX_GRAD,
+    OPTAX_UPDATES,
+    OPTAX_LABELS,
+    OPTAX_MASK,
+    *LINEN_AXES,
+    *RULES,
+    *CALCULATING,
+}
 
 
 def _in_a_rule(frame: Any) -> bool:

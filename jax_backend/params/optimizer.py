@@ -1,16 +1,14 @@
-"""AdamW, Adam and any optax optimizer for parameter trees with quantized leaves: fp32 masters, requantized after each step.
+"""Optimizers of parameter trees with quantized leaves: fp32 masters, requantized after each step; any optax optimizer.
 
-Optimizers are pairs of functions like optax's `GradientTransformation`; adamw and adam don't need optax. Gradients of quantized
-parameters are plain arrays (`value_and_grad`). Every leaf that isn't float32 has a master, and its update is its new value
-(`Replacement`), because nothing can be added to codes. `apply_updates` handles both kinds of updates.
+Optimizers are pairs of functions like optax's `GradientTransformation`; adamw, adam and muon don't need optax. Gradients of
+quantized parameters are plain arrays (`value_and_grad`). Every leaf that isn't float32 has a master, and its update is its new
+value (`Replacement`), because nothing can be added to codes. `apply_updates` handles both kinds of updates.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
@@ -18,11 +16,10 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from blockfp.definition import adamw as formulas
 from blockfp.sharding import plans
 
 from ..arrays import sharded
-from ..arrays.array import QuantizedArray, is_quantized, with_derivative
+from ..arrays.array import OF_PARTS, QuantizedArray, is_quantized, with_derivative
 from ..implementations import explicit
 from ..implementations.derivatives import without_gradient
 from .params import dequantize_params, quantize_weight, shares_scale
@@ -91,16 +88,7 @@ class MasterState(NamedTuple):
     inner: Any
 
 
-class AdamState(NamedTuple):
-    """The state of AdamW: the number of completed steps (int32) and both moments (float32)."""
-
-    step: jax.Array
-    first: Any
-    second: Any
-
-
-for _state in (MasterState, AdamState):
-    jax.export.register_namedtuple_serialization(_state, serialized_name=f"blockfp.jax.{_state.__name__}")
+jax.export.register_namedtuple_serialization(MasterState, serialized_name="blockfp.jax.MasterState")
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
@@ -160,99 +148,23 @@ def with_masters(optimizer: Any) -> Optimizer:
         still = jax.tree.map(lambda old, new: ~jnp.any(old != new), weights, moved)
         return moved, still, inner
 
-    return _on_masters(optimizer.init, step)
+    return on_masters(optimizer.init, step)
 
 
-Setting = float | jax.Array
-"""An optimizer setting: a number, or an array, which may be traced, as from optax.inject_hyperparams."""
-
-Schedule = Callable[[jax.Array], Any]
-"""A function from the number of completed steps to a setting, like optax's schedules."""
-
-
-def adamw(
-    learning_rate: Setting | Schedule,
-    b1: Setting = 0.9,
-    b2: Setting = 0.999,
-    eps: Setting = 1e-8,
-    *,
-    weight_decay: Setting | Schedule = 1e-4,
-) -> Optimizer:
-    """AdamW with fp32 masters and moments, for trees with quantized leaves.
-
-    Takes the arguments of `optax.adamw` and uses the formulas of `blockfp.torch.AdamW`.
-
-    Args:
-        learning_rate: a number, or a function of the number of completed steps (an optax schedule).
-        b1, b2: decay of the first and second moment, in [0, 1).
-        eps: added to the square root of the second moment.
-        weight_decay: a number or a schedule, multiplied by the learning rate and applied to every leaf. (PyTorch's default is
-            1e-2.)
-
-    A step with learning rate 0 doesn't change codes and scales. For shard_map see `with_masters`.
-
-    Raises:
-        TypeError: a setting is not a number.
-        ValueError: a setting is negative, or a moment decay is 1 or more.
-    """
-    return _adam(learning_rate, b1, b2, eps, weight_decay, decoupled=True)
-
-
-def adam(
-    learning_rate: Setting | Schedule,
-    b1: Setting = 0.9,
-    b2: Setting = 0.999,
-    eps: Setting = 1e-8,
-    *,
-    weight_decay: Setting | Schedule = 0.0,
-) -> Optimizer:
-    """Adam: like `adamw`, but weight decay is a term of the gradient (L2), as in `blockfp.torch.Adam`."""
-    return _adam(learning_rate, b1, b2, eps, weight_decay, decoupled=False)
-
-
-def _adam(learning_rate, b1, b2, eps, weight_decay, *, decoupled: bool) -> Optimizer:
-    for name, value in (("learning_rate", learning_rate), ("weight_decay", weight_decay)):
-        if not callable(value):
-            _check_setting(name, value)
-    for name, value in (("b1", b1), ("b2", b2), ("eps", eps)):
-        _check_setting(name, value, below=math.inf if name == "eps" else 1)
-
-    def init(weights):
-        # Separate zeros for each, because a step may donate both (donate_argnums).
-        first, second = (jax.tree.map(jnp.zeros_like, weights) for _ in range(2))
-        return AdamState(jnp.zeros((), jnp.int32), first, second)
-
-    def step(gradients, inner: AdamState, weights, extra):
-        # Like optax's own Adam, ignore arguments for other optimizers.
-        del extra
-        rate = jnp.asarray(learning_rate(inner.step) if callable(learning_rate) else learning_rate, jnp.float32)
-        decay = weight_decay(inner.step) if callable(weight_decay) else weight_decay
-        count = inner.step + 1
-        c = formulas.coefficients(count.astype(jnp.float32), rate, (b1, b2), eps, decay, decoupled=decoupled)
-        new = jax.tree.map(lambda w, m, v, g: formulas.update(w, m, v, g, c), weights, inner.first, inner.second, gradients)
-        moved, first, second = (jax.tree.map(lambda _, each, i=i: each[i], weights, new) for i in range(3))
-        still = jax.tree.map(lambda _: formulas.stands_still(c), weights)
-        return moved, still, AdamState(count, first, second)
-
-    return _on_masters(init, step)
-
-
-def _check_setting(name: str, value: Any, below: float = math.inf) -> None:
-    """Raises TypeError or ValueError for an invalid setting; arrays are not checked."""
-    if hasattr(value, "dtype") and not isinstance(value, Real):
-        return
-    if not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}: {value!r}")
-    if not 0 <= float(value) < below:
-        raise ValueError(f"{name} must be 0 or more{'' if below == math.inf else f' and below {below}'}, got {value!r}")
-
-
-def _on_masters(init_inner: Callable, step: Callable) -> Optimizer:
+def on_masters(init_inner: Callable, step: Callable, check: Callable[[Any], None] | None = None) -> Optimizer:
     """Makes an optimizer from `step`: (gradients, state, weights, extra) -> (weights, which are unchanged, state), all
-    in fp32."""
+    in fp32. `check` raises for a parameter that it can't step."""
+
+    def check_params(params) -> None:
+        def each(path: str, param) -> None:
+            _check_whole(path, param)
+            if check is not None:
+                check(param)
+
+        map_with_path(each, params)
 
     def init(params, originals=None):
-        map_with_path(_check_whole, params)
+        check_params(params)
         masters = map_with_path(_new_master, params, params if originals is None else originals)
         return MasterState(masters, init_inner(_weights(params, masters)))
 
@@ -260,7 +172,7 @@ def _on_masters(init_inner: Callable, step: Callable) -> Optimizer:
         check_state(state, MasterState)
         if params is None:
             raise ValueError("update needs the parameters: update(gradients, state, params)")
-        map_with_path(_check_whole, params)
+        check_params(params)
         weights = _weights(params, state.masters)
         gradients = _gradients(params, gradients, weights)
         if "grad" in extra:
@@ -277,12 +189,11 @@ def _on_masters(init_inner: Callable, step: Callable) -> Optimizer:
 
 def _check_whole(path: str, param) -> None:
     """Raises TypeError if a wrapper (optax.masked, multi_transform) has taken codes or scales out of a quantized leaf."""
-    if is_quantized(param) and not all(hasattr(part, "dtype") for part in (param.codes, param.scales)):
-        raise TypeError(
-            "labels or a mask refer to codes and scales separately: make them for whole leaves, jax.tree.map(.., "
-            "params, is_leaf=lambda leaf: isinstance(leaf, blockfp.jax.QuantizedArray)); or put optax.multi_transform "
-            "or masked inside blockfp.jax.with_masters, which shows it plain arrays"
-        )
+    if not is_quantized(param):
+        return
+    parts = (part for part in (param.codes, param.scales, param.tensor_scale) if part is not None)
+    if not all(hasattr(part, "dtype") for part in parts):
+        raise TypeError(OF_PARTS)
 
 
 def check_state(state: Any, kind: type) -> None:

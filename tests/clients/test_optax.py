@@ -190,34 +190,63 @@ def test_around_ours():
     assert values[-1] < values[0]
 
 
-@pytest.mark.parametrize("ours", [bfp.adamw(0.01), osci_reset(bfp.adamw(0.01)), bfp.with_masters(optax.sgd(0.1))])
-@pytest.mark.parametrize(
-    "labels",
-    [
-        lambda params: jax.tree.map(lambda _: "a", params),
-        lambda params: {"w": jax.tree.map(lambda _: "b", params["w"]), "b": "a", "h": "a"},
-        lambda params: {"w": jax.tree.map(lambda part: "ab"[part is params["w"].scales], params["w"]), "b": "a", "h": "a"},
-    ],
-)
-def test_labels_of_codes_and_scales_are_refused_in_words(labels, ours):
-    """jax.tree.map makes labels of the parts of a quantized leaf, of which optax leaves some out."""
+OURS = [bfp.adamw(0.01), osci_reset(bfp.adamw(0.01)), bfp.with_masters(optax.sgd(0.1))]
+REFUSED = r"labels or a mask .* is_leaf=lambda leaf: .*with_masters"
+
+
+def dimensions(params):
+    """Labels as for plain arrays: of the parts of a quantized leaf."""
+    return jax.tree.map(lambda leaf: leaf.ndim, params)
+
+
+@pytest.mark.parametrize("ours", OURS)
+def test_equal_labels_of_codes_and_scales_are_the_leafs(ours):
     params = quantized()
-    parts = optax.multi_transform({"a": ours, "b": ours}, labels)
-    with pytest.raises(TypeError, match=r"w: labels or a mask .* is_leaf=lambda leaf: .*with_masters"):
-        parts.init(params)
-    whole = jax.tree.map(lambda _: "a", params, is_leaf=lambda leaf: isinstance(leaf, bfp.QuantizedArray))
-    assert train(optax.multi_transform({"a": ours}, whole))[2][-1] > 0
+    whole = jax.tree.map(lambda leaf: leaf.ndim, params, is_leaf=lambda leaf: isinstance(leaf, bfp.QuantizedArray))
+    assert whole == {"w": 2, "b": 1, "h": 2}
+    runs = [train(optax.multi_transform({2: ours, 1: optax.sgd(0.1)}, of)) for of in (whole, dimensions(params), dimensions)]
+    for run in runs[1:]:
+        assert_same_tree(run[0], runs[0][0])
+    # Also where optax's are inside, and a label is a function of plain arrays.
+    inside = {2: optax.adamw(0.01), 1: optax.sgd(0.1)}
+    for of in (dimensions(params), dimensions):
+        assert_same_tree(*(train(bfp.with_masters(optax.multi_transform(inside, one)))[0] for one in (of, whole)))
 
 
-@pytest.mark.parametrize("make", [bfp.adamw, bfp.adam])
+@pytest.mark.parametrize("ours", OURS)
+def test_labels_and_masks_of_parts_are_refused_in_words(ours):
+    params = bfp.quantize_params(WEIGHTS, "nvfp4", filter_fn=lambda path, _: path == "w")
+    labels = dimensions(params)
+    assert labels["w"].tensor_scale == 0
+    each = dict.fromkeys(range(3), ours)
+    masks = [
+        optax.multi_transform(each, labels),
+        optax.multi_transform(each, dimensions),
+        optax.masked(ours, lambda params: jax.tree.map(lambda leaf: leaf.ndim == 2, params)),
+        optax.masked(ours, jax.tree.map(lambda ndim: ndim == 2, labels)),
+        bfp.with_masters(optax.multi_transform(dict.fromkeys(range(3), optax.sgd(0.1)), labels)),
+        bfp.with_masters(optax.adamw(0.1, mask=labels)),
+    ]
+    for optimizer in masks:
+        with pytest.raises(TypeError, match=REFUSED):
+            optimizer.init(params)
+    # A mask that is a tree has to fit gradients too, which are plain arrays.
+    with pytest.raises(TypeError, match=REFUSED):
+        optax.masked(ours, jax.tree.map(lambda _: True, quantized())).init(quantized())
+    stateless = optax.chain(optax.masked(optax.clip(0.1), lambda p: jax.tree.map(lambda leaf: leaf.ndim == 2, p)), ours)
+    stateless.update(gradients_of(0), stateless.init(params), params)
+
+
+@pytest.mark.parametrize("make", [bfp.adamw, bfp.adam, bfp.muon])
 def test_injected_hyperparameters(make):
     schedule = optax.linear_schedule(0.01, 0.0, 10)
-    injected = train(optax.inject_hyperparams(make)(learning_rate=schedule))
+    static = ("ns_steps",) if make is bfp.muon else ()
+    injected = train(optax.inject_hyperparams(make, static_args=static)(learning_rate=schedule))
     np.testing.assert_allclose(injected[2], train(make(schedule))[2], rtol=1e-4)
     assert injected[1].hyperparams["learning_rate"] == schedule(3)
 
 
-def assert_same_masters(ours, theirs):
+def assert_same_masters(ours, theirs, rtol=1e-5, atol=1e-6):
     masters = []
     for optimizer in (ours, theirs):
         params = quantized()
@@ -225,8 +254,8 @@ def assert_same_masters(ours, theirs):
         for i in range(3):
             updates, state = update(gradients_of(i), state, params)
             params = bfp.apply_updates(params, updates)
-        masters.append(state.masters)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *masters)
+        masters.append(state.masters | {"b": params["b"]})
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), *masters)
 
 
 @pytest.mark.parametrize("decay", [0.3, optax.linear_schedule(0.3, 0.1, 4)], ids=["number", "schedule"])
@@ -236,6 +265,69 @@ def test_adamw_is_optax_adamw(decay):
     theirs = bfp.with_masters(optax.adamw(schedule, b1=0.8, b2=0.95, eps=1e-6, weight_decay=decay))
     assert_same_masters(ours, theirs)
     assert_same_masters(bfp.adamw(0.01), bfp.with_masters(optax.adamw(0.01)))
+
+
+MASKS = {
+    "tree": {"w": True, "b": False, "h": True},
+    "function": lambda params: jax.tree.map(lambda leaf: leaf.ndim == 2, params),
+    "prefix": False,
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_mask_of_weight_decay(mask):
+    mask = MASKS[mask]
+    ours, theirs = bfp.adamw(0.01, weight_decay=0.5, mask=mask), optax.adamw(0.01, weight_decay=0.5, mask=mask)
+    assert_same_masters(ours, bfp.with_masters(theirs))
+
+
+def test_a_mask_of_parts():
+    """Gradients have no codes; with equal bools the mask is the leaf's."""
+    mask = jax.tree.map(lambda leaf: leaf.ndim == 2, quantized())
+    assert_same_masters(bfp.adamw(0.1, weight_decay=0.5, mask=mask), bfp.adamw(0.1, weight_decay=0.5, mask=MASKS["tree"]))
+    params = bfp.quantize_params(WEIGHTS, "nvfp4", filter_fn=lambda path, _: path == "w")
+    optimizer = bfp.adamw(0.1, mask=jax.tree.map(lambda leaf: leaf.ndim == 2, params))
+    with pytest.raises(TypeError, match=REFUSED):
+        optimizer.update(gradients_of(0), optimizer.init(params), params)
+    optimizer = bfp.adamw(0.1, mask={"w": True})
+    with pytest.raises(ValueError, match="mask: the tree: trees differ: expected dict of w, got dict of b, h, w"):
+        optimizer.update(gradients_of(0), optimizer.init(quantized()), quantized())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"eps_root": 1e-3}, {"nesterov": True}, {"nesterov": True, "b1": 0.5, "eps_root": 0.1}, {"mu_dtype": jnp.bfloat16}],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["adamw", "adam"])
+def test_optax_other_arguments(name, settings):
+    ours, theirs = (getattr(module, name)(0.01, **settings) for module in (bfp, optax))
+    rounding = {"rtol": 1e-3, "atol": 1e-4} if "mu_dtype" in settings else {}
+    assert_same_masters(ours, bfp.with_masters(theirs), **rounding)
+
+
+def test_optax_positions():
+    by_position = (0.01, 0.8, 0.95, 1e-6, 1e-4, None, 0.2, MASKS["tree"])
+    assert_same_masters(bfp.adamw(*by_position), bfp.with_masters(optax.adamw(*by_position)))
+    assert_same_masters(bfp.adam(*by_position[:6]), bfp.with_masters(optax.adam(*by_position[:6])))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"nesterov": False, "consistent_rms": 0.2},
+        {"weight_decay": 0.1, "weight_decay_mask": MASKS["tree"] | {"h": False}, "adam_weight_decay": 0.2},
+        {"adam_learning_rate": 0.1, "beta": 0.5, "ns_steps": 3, "adam_b1": 0.5, "adam_eps_root": 1e-3},
+    ],
+    ids=str,
+)
+def test_muon_is_optax_muon(settings):
+    """Whose matrices are [in, out] by default."""
+    axes = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
+    of = lambda params: jax.tree.map(lambda leaf: axes if leaf.ndim == 2 else None, params)  # noqa: E731
+    theirs = optax.contrib.muon(0.05, muon_weight_dimension_numbers=of, **settings)
+    assert_same_masters(bfp.muon(0.05, **settings), bfp.with_masters(theirs), rtol=1e-4, atol=1e-4)
 
 
 def test_adam_is_optax_adam_and_its_decay_is_a_term_of_the_gradient():

@@ -259,6 +259,22 @@ def test_moments_in_bfloat16_are_refused(titan):
         config.build(model_parts=[])
 
 
+def test_muon_of_some_groups(titan):
+    from torchtitan.components.optimizer import ParamGroupConfig
+
+    model = torch.nn.Sequential(bfp.Linear(64, 32, recipe="mxfp8"), torch.nn.LayerNorm(32))
+    matrices = ParamGroupConfig(pattern="0.*", optimizer_name="Muon", optimizer_kwargs={"lr": 0.02})
+    others = ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 1e-3})
+    config = titan.adapter.BlockfpOptimizers.Config(param_groups=[matrices, others], implementation="fused")
+    optimizers = config.build(model_parts=[model])
+    assert [type(one) for one in optimizers] == [bfp.Muon, bfp.AdamW]
+    model(torch.ones(4, 64)).sum().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizers.step()
+    assert all((p.detach() != old).any() for p, old in zip(model[1].parameters(), before[2:], strict=True))
+    assert "momentum_buffer" in next(iter(optimizers)).state[model[0].weight]
+
+
 def test_the_documented_lines(titan):
     space = run_documented("torchtitan")
     assert isinstance(space["optimizer"], titan.adapter.BlockfpOptimizers.Config)

@@ -26,16 +26,19 @@ from blockfp.kernels.step_table import one_pass, two_passes
 MESHES = {"fsdp4": (4,), "hsdp2x2": (2, 2)}
 FAMILIES = ("fp8_e4m3", "fp8_e4m3_128x128", "mxfp8_e4m3_32x32", "mxfp4_e2m1", "nvfp4_16x16")
 STEPS = 3
+PLAIN = ("vector", "matrix", "row", "experts", "narrow.weight")
 
 
 class Model(Side):
-    """Quantized weights beside plain ones: a vector, a matrix, and a 16-bit matrix."""
+    """Quantized weights beside plain ones: a vector, matrices, a stack of matrices, and a 16-bit matrix."""
 
     def __init__(self, weights):
         super().__init__(weights)
         generator = torch.Generator().manual_seed(5)
         self.vector = nn.Parameter(torch.randn(7, generator=generator))
         self.matrix = nn.Parameter(torch.randn(6, 33, generator=generator))
+        self.row = nn.Parameter(torch.randn(1, 50, generator=generator))
+        self.experts = nn.Parameter(torch.randn(5, 12, 40, generator=generator))
         self.cast = nn.Parameter(bfp.CastWeight.from_values(torch.randn(10, 64, generator=generator), "mxfp8_e4m3_32x32"))
         self.narrow = nn.Linear(20, 9, bias=False, dtype=torch.bfloat16)
         self.narrow.weight.data.copy_(torch.randn(9, 20, generator=generator))
@@ -71,9 +74,14 @@ def with_initial(weights, format):
     return quantities
 
 
+def make_optimizer(params, options):
+    options = dict(options)
+    return options.pop("make", bfp.AdamW)(params, **options)
+
+
 def stepped(model, options):
     """The optimizer of a model after the steps."""
-    optimizer = bfp.AdamW(model.parameters(), **options)
+    optimizer = make_optimizer(model.parameters(), options)
     for step in range(STEPS):
         give_gradients(model, step)
         optimizer.step()
@@ -88,7 +96,7 @@ def run_whole(weights, format, options):
 
 def whole_results(model):
     """The unsharded model's quantized weights, and its other parameters by name."""
-    plain = {name: model.get_parameter(name).detach() for name in ("vector", "matrix", "narrow.weight")}
+    plain = {name: model.get_parameter(name).detach() for name in PLAIN}
     return [layer.weight.detach() for layer in model.layers], plain
 
 
@@ -144,25 +152,39 @@ def test_two_passes_of_a_gpu_give_the_masters_quantization(format, mesh, monkeyp
     assert any(name == "adamw_codes" for name, _ in called) == two_passes(format)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"moments": "bfloat16"},
-        {"moments": "fp8", "weight_decay": 0.1},
-        {"master": None, "moments": "fp8"},
-        {"capturable": True},
-    ],
-    ids=["bfloat16", "fp8", "without masters", "capturable"],
-)
-@pytest.mark.parametrize(
-    ("name", "route"), [*((name, "kernels") for name in FAMILIES), ("fp8_e4m3", "definition"), ("mxfp4_e2m1", "definition")]
-)
-def test_nothing_that_is_kept_depends_on_the_mesh(name, options, route):
-    format, options = Format.parse(name), {"lr": 0.1, "key": 11, **options}
+OPTIONS = {
+    "bfloat16": {"moments": "bfloat16"},
+    "fp8": {"moments": "fp8", "weight_decay": 0.1},
+    "without masters": {"master": None, "moments": "fp8"},
+    "capturable": {"capturable": True},
+}
+ROUTES = [*((name, "kernels") for name in FAMILIES), ("fp8_e4m3", "definition"), ("mxfp4_e2m1", "definition")]
+MUON = {
+    "Muon": {"make": bfp.Muon},
+    "Muon fp8": {"make": bfp.Muon, "moments": "fp8", "adjust_lr_fn": "match_rms_adamw"},
+    "Muon without masters": {
+        "make": bfp.Muon,
+        "master": None,
+        "moments": "bfloat16",
+        "capturable": True,
+        "ns_dtype": "float32",
+    },
+}
+KEPT = [(route, name) for route in ROUTES for name in OPTIONS]
+KEPT += [(route, name) for route in (("mxfp8_e4m3_32x32", "kernels"), ("fp8_e4m3", "definition")) for name in MUON]
+
+
+@pytest.mark.parametrize(("route", "options"), KEPT, ids=str)
+def test_nothing_that_is_kept_depends_on_the_mesh(route, options):
+    (name, route), options = route, {"lr": 0.1, "key": 11, **(OPTIONS | MUON)[options]}
+    format = Format.parse(name)
     weights = weights_for(shapes_for(format, 4))
+    meshes = MESHES if "make" in options else ("fsdp4",)
     with nullcontext() if route == "kernels" else switch.definition_only():
         model, optimizer = run_whole(weights, format, options)
-        threaded.run(4, sharded, (4,), weights, format, options, *whole_results(model), optimizer.state_dict()["state"])
+        expected = *whole_results(model), optimizer.state_dict()["state"]
+        for mesh in meshes:
+            threaded.run(4, sharded, MESHES[mesh], weights, format, options, *expected)
 
 
 def saved_and_loaded(rank, mesh_shape, weights, format, options, halfway, expected):
@@ -172,7 +194,7 @@ def saved_and_loaded(rank, mesh_shape, weights, format, options, halfway, expect
     for p, q in zip(model.parameters(), whole_model.parameters(), strict=True):
         p.data.copy_(q.data)
     shard_all(model, device_mesh(mesh_shape))
-    optimizer = bfp.AdamW(model.parameters(), **options)
+    optimizer = make_optimizer(model.parameters(), options)
     # As torch's distributed checkpoints: an empty step makes the state, which is then loaded into.
     before = [[part.clone() for part in tensors_of(sharding.local_of(layer.weight))] for layer in model.layers]
     get_optimizer_state_dict(model, optimizer)
@@ -185,12 +207,13 @@ def saved_and_loaded(rank, mesh_shape, weights, format, options, halfway, expect
     assert_same_state(optimizer.state_dict()["state"], expected)
 
 
+@pytest.mark.parametrize("make", [bfp.AdamW, bfp.Muon])
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "fp8"])
-def test_training_goes_on_bit_for_bit_on_another_mesh(moments):
+def test_training_goes_on_bit_for_bit_on_another_mesh(moments, make):
     format = Format.parse("mxfp8_e4m3_32x32")
-    weights, options = weights_for(shapes_for(format, 4)), {"lr": 0.1, "moments": moments, "key": 2}
+    weights, options = weights_for(shapes_for(format, 4)), {"lr": 0.1, "moments": moments, "key": 2, "make": make}
     model = Model(with_initial(weights, format))
-    optimizer = bfp.AdamW(model.parameters(), **options)
+    optimizer = make_optimizer(model.parameters(), options)
     give_gradients(model, 0)
     optimizer.step()
     halfway = (Model(quantized(weights, format)), optimizer.state_dict())
@@ -212,14 +235,15 @@ def distributed_state(rank, weights, format, options, expected):
     shard_all(model, device_mesh((4,)))
     optimizer = stepped(model, options)
     state = get_optimizer_state_dict(model, optimizer)
-    other = bfp.AdamW(model.parameters(), **options)
+    other = make_optimizer(model.parameters(), options)
     set_optimizer_state_dict(model, other, state)
     assert_same_state(other.state_dict()["state"], expected)
 
 
-def test_torchs_distributed_state_dicts():
+@pytest.mark.parametrize("make", [bfp.AdamW, bfp.Muon])
+def test_torchs_distributed_state_dicts(make):
     format = Format.parse("mxfp8_e4m3_32x32")
-    weights, options = weights_for(shapes_for(format, 4)), {"lr": 0.1, "moments": "fp8"}
+    weights, options = weights_for(shapes_for(format, 4)), {"lr": 0.1, "moments": "fp8", "make": make}
     _, optimizer = run_whole(weights, format, options)
     threaded.run(4, distributed_state, weights, format, options, optimizer.state_dict()["state"])
 
@@ -239,7 +263,7 @@ def tensor_parallel(rank, weight, format, dim, options, expected):
             )
 
     model = fully_shard(One(), mesh=mesh["fsdp"])
-    optimizer = bfp.AdamW(model.parameters(), **options)
+    optimizer = make_optimizer(model.parameters(), options)
     lies = sharding.sharding_of(model.weight)
     region = lies.region(sharding.rank_in(model.weight))
     for step in range(STEPS):
@@ -254,16 +278,17 @@ def tensor_parallel(rank, weight, format, dim, options, expected):
     assert torch.equal(local.dequantize(torch.float32), whole.dequantize(torch.float32)[region.slices])
     kept = optimizer.state[model.weight]
     assert torch.equal(kept["master"], state["master"][region.slices])
-    assert torch.equal(kept["exp_avg"], state["exp_avg"][region.slices])
+    moment = "exp_avg" if "exp_avg" in state else "momentum_buffer"
+    assert torch.equal(kept[moment], state[moment][region.slices])
 
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_over_tensor_parallelism(name, dim):
     weight = weights_for([(96, 256)])[0]
-    for options in ({"lr": 0.1}, {"lr": 0.1, "moments": "fp8", "key": 4}):
+    for options in ({"lr": 0.1}, {"lr": 0.1, "moments": "fp8", "key": 4}, {"lr": 0.1, "make": bfp.Muon}):
         p = nn.Parameter(bfp.quantize(weight, name))
-        optimizer = bfp.AdamW([p], **options)
+        optimizer = make_optimizer([p], options)
         for step in range(STEPS):
             p.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(step))
             optimizer.step()

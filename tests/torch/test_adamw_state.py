@@ -198,6 +198,7 @@ def test_options_of_torchs_that_change_nothing_are_taken(kind):
     named = [
         *({}, {"foreach": True, "fused": None}, {"fused": True}, {"foreach": False, "fused": False}),
         {"amsgrad": False, "maximize": False, "differentiable": False},
+        {} if kind is bfp.AdamW else {"decoupled_weight_decay": False},
     ]
     for options in (*named, None):
         layer = bfp.Linear(64, 32, recipe="mxfp8", dtype=torch.bfloat16)
@@ -210,6 +211,10 @@ def test_options_of_torchs_that_change_nothing_are_taken(kind):
             p.grad = values(tuple(p.shape), 1, torch.bfloat16)
         optimizer.step()
         results.append((layer.weight.codes, layer.weight.scales, layer.bias))
+    # torch takes amsgrad by position too.
+    with pytest.raises(ValueError, match="amsgrad=True: not supported"):
+        kind([nn.Parameter(torch.ones(2))], 0.1, (0.9, 0.999), 1e-8, 0.01, True)
+    kind([nn.Parameter(torch.ones(2))], 0.1, (0.9, 0.999), 1e-8, 0.01, False)
     # torch's groups come with weight decay of their own, which is as large.
     assert all(torch.equal(*pair) for found in results[1:] for pair in zip(found, results[0], strict=True))
 
@@ -218,9 +223,9 @@ def test_options_of_torchs_that_change_nothing_are_taken(kind):
 @pytest.mark.parametrize("name", ["amsgrad", "maximize", "differentiable", "decoupled_weight_decay"])
 def test_options_of_torchs_that_would_change_it_are_refused(kind, name):
     weight = nn.Parameter(bfp.quantize(torch.ones(32, 64), "mxfp8_e4m3_32x32"))
-    value = kind is bfp.Adam if name == "decoupled_weight_decay" else True
+    value = name != "decoupled_weight_decay" or kind is bfp.Adam
     message = f"{name}={value}: not supported by {kind.__name__}"
-    if name != "decoupled_weight_decay":
+    if value:
         with pytest.raises(ValueError, match=message):
             kind([weight], **{name: True})
     with pytest.raises(ValueError, match=message):

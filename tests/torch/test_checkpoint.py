@@ -33,8 +33,8 @@ def world(mesh):
     return 1 if MESHES[mesh] is None else math.prod(MESHES[mesh][0])
 
 
-def optimizer_of(model, **options):
-    return bfp.AdamW(model.parameters(), lr=0.1, key=7, **options)
+def optimizer_of(model, make=bfp.AdamW, **options):
+    return make(model.parameters(), lr=0.1, key=7, **options)
 
 
 @functools.lru_cache(maxsize=8)
@@ -93,6 +93,20 @@ def test_cut_columns(format, tmp_path):
 @pytest.mark.parametrize("options", [{"moments": "bfloat16"}, {"moments": "fp8"}, {"master": None}], ids=str)
 def test_what_the_optimizer_keeps(options, tmp_path):
     check(tmp_path, "mxfp8_e4m3_32x32", "fsdp4", "hsdp", **options)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "options"),
+    [
+        ("fsdp4", "hsdp_tp", {}),
+        ("strided", "row_parallel", {"adjust_lr_fn": "match_rms_adamw"}),
+        ("one", "fsdp4", {"moments": "fp8"}),
+        ("hsdp", "one", {"moments": "bfloat16", "master": None}),
+    ],
+    ids=str,
+)
+def test_muon_goes_on_on_another_mesh(source, target, options, tmp_path):
+    check(tmp_path, "mxfp8_e4m3_32x32", source, target, [(64, 256), (37, 128), (3, 256)], make=bfp.Muon, **options)
 
 
 def test_without_sharding_no_process_group_is_needed(tmp_path):

@@ -200,6 +200,6 @@ def test_wrong_settings():
         with pytest.raises(ValueError, match="none of the optimizer's trained parameters is quantized"):
             osci_reset(made, SETTINGS)
         assert made.param_groups[0]["osci_reset"] is None
-    with pytest.raises(TypeError, match="optimizer must be blockfp's AdamW or Adam, got SGD"):
+    with pytest.raises(TypeError, match="optimizer must be blockfp's AdamW, Adam or Muon, got SGD"):
         osci_reset(torch.optim.SGD([plain], lr=0.1))
     osci_reset(bfp.AdamW([{"params": [q]}, {"params": [plain], "weight_decay": 0.0}]), SETTINGS)

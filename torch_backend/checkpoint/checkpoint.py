@@ -20,7 +20,7 @@ from blockfp.files.manifest import Files
 from blockfp.files.names import EXTRA, GROUPS, MODEL, OPTIMIZER, OWN, STATE, STEP, TIED
 
 from ..modules import model_names
-from ..optimizer.adamw import Adam, AdamW
+from ..optimizer.adamw import _Adam
 from ..quantized_tensor import sharding
 from ..quantized_tensor.sharding import placed
 from . import background, ranks
@@ -217,7 +217,7 @@ def load_checkpoint(
                 until_it_fits.callback(restorer(optimizer))
                 state[OPTIMIZER] = optimizer_state(model, optimizer, whole=True)
                 of_optimizer = names_of(index, OPTIMIZER)
-                ours = isinstance(optimizer, AdamW | Adam)
+                ours = isinstance(optimizer, _Adam)
                 lacking = replace_masters(converted, state[OPTIMIZER][STATE], of_optimizer, may_ignore=ours)
                 leave_paths(state[OPTIMIZER][STATE], of_optimizer, may_ignore=ours)
                 match_optimizer(checkpoint, of_optimizer, plain, state[OPTIMIZER], model, optimizer)

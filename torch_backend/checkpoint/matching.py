@@ -14,7 +14,7 @@ from blockfp.errors import BadCheckpoint
 from blockfp.files.names import GROUPS, LAYER_BUFFERS, MODEL, OPTIMIZER, STATE
 
 from ..modules import model_names
-from ..optimizer.adamw import Adam, AdamW
+from ..optimizer.adamw import _Adam
 from ..optimizer.optimizer_state import unsupported_setting
 from ..quantized_tensor.agreement import kind_of, recipe_of, settings_of
 
@@ -96,8 +96,7 @@ def match_optimizer(
     for name in settings:
         group, setting = groups.get(name.split(".")[1], {}), name.split(".", 2)[2]
         value = plain.get(f"{OPTIMIZER}.{name}")
-        ours = isinstance(optimizer, AdamW | Adam)
-        if ours and unsupported_setting({setting: value}, decoupled=isinstance(optimizer, AdamW)):
+        if isinstance(optimizer, _Adam) and unsupported_setting({setting: value}, decoupled=optimizer._decoupled):
             raise BadCheckpoint(f"{checkpoint} has {OPTIMIZER}.{name}={value}, which {type(optimizer).__name__} doesn't have")
         if setting != "param_names" and "." not in setting:
             group.setdefault(setting, empty(there[name]))

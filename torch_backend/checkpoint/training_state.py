@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from blockfp.files.names import GROUPS, STATE
 from blockfp.sharding.parts import offsets_agree
 
-from ..optimizer.adamw import Adam, AdamW
+from ..optimizer.adamw import _Adam
 from ..optimizer.local_parameter import LocalParameter
 from ..quantized_tensor import sharding
 from ..quantized_tensor.sharding import reduced, replicated
@@ -63,7 +63,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, whole
                 f"optimizer's parameter {i}, of shape {tuple(param.shape)}, isn't one of the model's: create the "
                 "optimizer from model.parameters() after the model has been converted and sharded"
             )
-    ours = isinstance(optimizer, AdamW | Adam)
+    ours = isinstance(optimizer, _Adam)
     if ours:
         optimizer.make_state()
     elif whole and any(param.requires_grad and not optimizer.state.get(param) for param in _params(optimizer)):

@@ -33,10 +33,11 @@ from ..quantized_tensor import agreement, sharding
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from ..torch_internals import foreach_add_, version_of
 from . import optimizer_state
-from .local_parameter import LocalParameter
+from .local_parameter import MOMENT_NAMES, LocalParameter
 from .optimizer_state import needs_master, new_master, new_moments, renew_master
 from .optimizer_step import carry_out
 from .osci_reset import Windows, check_group, check_keeps_codes, new_paths, resets
+from .step_constants import begin_on_device, coefficients
 
 _told: set[tuple[int, int]] = set()
 _turns = threading.local()
@@ -49,13 +50,14 @@ class _Adam(Optimizer):
     # torch's GradScaler then passes its scale and found_inf instead of unscaling the gradients itself.
     _step_supports_amp_scaling = True
     _decoupled: bool
+    _eps = "eps"
+    """The setting that AdamW adds to the root of the second moment."""
 
-    def __init__(self, params, lr, betas, eps, weight_decay, master, moments, key, capturable, of_torch):
+    def __init__(self, params, settings, key, of_torch):
         self._refuse(of_torch)
         first, second = key_words(0 if key is None else key)
         words = (int(first) & 0xFFFFFFFF, int(second) & 0xFFFFFFFF)
-        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "master": master, "moments": moments}
-        super().__init__(params, settings | {"capturable": capturable, "key": words, "osci_reset": None})
+        super().__init__(params, settings | {"key": words, "osci_reset": None})
         self._prepare()
 
     def _prepare(self) -> None:
@@ -97,7 +99,7 @@ class _Adam(Optimizer):
         param_group = {**param_group, "params": [params] if isinstance(params, Tensor) else list(params)}
         settings = self.defaults | param_group
         self._refuse(param_group)
-        _check_settings(settings)
+        self._check(settings)
         for i, param in enumerate(param_group["params"]):
             name, param = param if isinstance(param, tuple) else (i, param)
             # torch rejects non-tensors; frozen parameters may have any dtype.
@@ -107,6 +109,17 @@ class _Adam(Optimizer):
                     check_keeps_codes(param, f" {name}")
         super().add_param_group(param_group)
         self._find_rounding()
+
+    def _check(self, settings: dict[str, Any]) -> None:
+        """Raises ValueError if a group's settings are invalid."""
+        lr, master = settings["lr"], settings["master"]
+        if master not in ("float32", None):
+            raise ValueError(f"master must be 'float32' or None, got {master!r}")
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError(f"lr must be a number or a tensor of one element, got shape {tuple(lr.shape)}")
+        adamw.check_settings(*(settings[name] for name in ("lr", "betas", self._eps, "weight_decay", "moments")))
+        if settings["osci_reset"] is not None:
+            check_group(settings)
 
     def _find_rounding(self) -> None:
         """Records whether steps round stochastically."""
@@ -202,7 +215,7 @@ class _Adam(Optimizer):
                     watched |= dict.fromkeys(range(first, len(todo)), OsciReset(*group["osci_reset"]))
             # The key is stored with the settings, so a resumed run rounds identically. torch's own states have no key.
             windows = Windows(todo, watched) if watched else None
-            carry_out(todo, tuple(self.param_groups[0].get("key", self.defaults["key"])), self._tables)
+            self._carry_out(todo, tuple(self.param_groups[0].get("key", self.defaults["key"])))
             increment_version([one.held for one in todo])
             for one in todo:
                 one.version = version_of(one.held)
@@ -211,12 +224,20 @@ class _Adam(Optimizer):
         finally:
             LocalParameter.forget(todo)
 
+    def _carry_out(self, todo: list[LocalParameter], key: tuple[int, int]) -> None:
+        carry_out(todo, key, self._tables)
+
+    def _moment_names(self, param: Tensor, group: dict[str, Any]) -> tuple[str, ...]:
+        """Returns the names of a parameter's moments."""
+        del param, group
+        return MOMENT_NAMES
+
     def _state_of(self, one: LocalParameter, group: dict[str, Any]) -> dict[str, Tensor]:
         state = self.state[one.param]
         if not state:
             on = one.local.device if group["capturable"] else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=on)
-            state |= new_moments(one, group["moments"])
+            state |= new_moments(one, group["moments"], self._moment_names(one.param, group))
         if "master" in state:
             if isinstance(one.local, QuantizedTensor):
                 written = one.local.geometry.loaded is not None or one.local.geometry.initial is not None
@@ -235,9 +256,9 @@ class _Adam(Optimizer):
     def _begin(self, group: dict[str, Any], todo: list[LocalParameter], found: Tensor | None, scale: Tensor | None) -> bool:
         """Counts the step and computes its coefficients; returns False if the host already knows that the step is skipped."""
         steps: list[Tensor] = [one.state["step"] for one in todo]
-        lr, settings = group["lr"], (group["betas"], group["eps"], group["weight_decay"])
+        lr, settings = group["lr"], (group["betas"], group[self._eps], group["weight_decay"])
         if group["capturable"]:
-            _begin_on_device(todo, steps, lr, settings, self._decoupled, found, scale)
+            begin_on_device(todo, steps, lr, settings, self._decoupled, found, scale)
             return True
         if found is not None and found.item() != 0:
             return False
@@ -247,12 +268,13 @@ class _Adam(Optimizer):
         if numbers is None:
             foreach_add_(steps, 1)
             numbers = [int(step.item()) for step in steps]
-        known: dict[int, Coefficients] = {}
+        known: dict[tuple[int, float | None], Coefficients] = {}
         for one, number in zip(todo, numbers, strict=True):
-            if number not in known:
-                c = adamw.coefficients(number, lr, *settings, decoupled=self._decoupled)
-                known[number] = c._replace(unscale=unscale)
-            one.step, one.coefficients = number, known[number]
+            alike = number, one.ratio
+            if alike not in known:
+                c = coefficients(number, lr, settings, self._decoupled, one.ratio)
+                known[alike] = c._replace(unscale=unscale)
+            one.step, one.coefficients = number, known[alike]
         return True
 
 
@@ -297,6 +319,7 @@ class AdamW(_Adam):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
         master: Literal["float32"] | None = "float32",
         moments: adamw.Moments = "float32",
@@ -304,12 +327,12 @@ class AdamW(_Adam):
         capturable: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
-        amsgrad: bool = False,
         maximize: bool = False,
         differentiable: bool = False,
     ):
         of_torch = {"amsgrad": amsgrad, "maximize": maximize, "differentiable": differentiable}
-        super().__init__(params, lr, betas, eps, weight_decay, master, moments, key, capturable, of_torch)
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, settings | {"master": master, "moments": moments, "capturable": capturable}, key, of_torch)
 
 
 class Adam(_Adam):
@@ -324,6 +347,7 @@ class Adam(_Adam):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        amsgrad: bool = False,
         *,
         master: Literal["float32"] | None = "float32",
         moments: adamw.Moments = "float32",
@@ -331,46 +355,14 @@ class Adam(_Adam):
         capturable: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
-        amsgrad: bool = False,
         maximize: bool = False,
         differentiable: bool = False,
+        decoupled_weight_decay: bool = False,
     ):
         of_torch = {"amsgrad": amsgrad, "maximize": maximize, "differentiable": differentiable}
-        super().__init__(params, lr, betas, eps, weight_decay, master, moments, key, capturable, of_torch)
-
-
-def _begin_on_device(todo, steps, lr, settings, decoupled, found, scale) -> None:
-    """Does `_begin`'s work without a device read: each parameter's coefficients are a row of a tensor."""
-    by_device: dict[torch.device, list[int]] = {}
-    for i, step in enumerate(steps):
-        by_device.setdefault(step.device, []).append(i)
-    for device, places in by_device.items():
-        counts = [steps[i] for i in places]
-        skip = (torch.zeros((), device=device) if found is None else found.to(device) != 0).to(torch.float32)
-        foreach_add_(counts, [1 - skip] * len(counts))
-        step = torch.stack(counts).to(torch.float64)
-        rate = lr.to(device, torch.float64) if isinstance(lr, Tensor) else lr
-        c = adamw.coefficients(step, rate, *settings, decoupled=decoupled)
-        unscale = 1.0 if scale is None else scale.to(device, torch.float64).reciprocal()
-        # A skipped step may have number 0; its coefficients are never read.
-        columns = [
-            x.to(torch.float64).expand(len(counts)) if isinstance(x, Tensor) else torch.full_like(step, x)
-            for x in c._replace(unscale=unscale, skip=skip)
-        ]
-        table = torch.stack(columns, dim=1).to(torch.float32)
-        for i, row in zip(places, table.unbind(), strict=True):
-            todo[i].coefficients, todo[i].step = row, steps[i]
-
-
-def _check_settings(settings: dict[str, Any]) -> None:
-    lr, master = settings["lr"], settings["master"]
-    if master not in ("float32", None):
-        raise ValueError(f"master must be 'float32' or None, got {master!r}")
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"lr must be a number or a tensor of one element, got shape {tuple(lr.shape)}")
-    adamw.check_settings(*(settings[name] for name in ("lr", "betas", "eps", "weight_decay", "moments")))
-    if settings["osci_reset"] is not None:
-        check_group(settings)
+        of_torch["decoupled_weight_decay"] = decoupled_weight_decay
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, settings | {"master": master, "moments": moments, "capturable": capturable}, key, of_torch)
 
 
 def _check_dtype(name: str | int, param: Tensor, master: str | None) -> None:

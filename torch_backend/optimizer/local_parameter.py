@@ -20,6 +20,7 @@ from torch import Tensor
 
 from blockfp.definition import adamw
 from blockfp.definition.adamw import Coefficients
+from blockfp.definition.muon import Settings
 from blockfp.formats import Format
 from blockfp.kernels import step_table
 from blockfp.sharding.placement import Mesh, Placement, Shard, Sharding, StridedShard, from_dtensor
@@ -32,6 +33,9 @@ from ..weights.requantize import quantization_of
 
 MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
 SCALE_NAMES = ("exp_avg_scales", "exp_avg_sq_scales")
+MOMENTUM_NAME = "momentum_buffer"
+SCALES_OF = dict(zip(MOMENT_NAMES, SCALE_NAMES, strict=True)) | {MOMENTUM_NAME: "momentum_buffer_scales"}
+"""The entry with the scales of an FP8 moment."""
 
 # Users' names for `step_table.ARRAYS`.
 _NAMES = ("gradient", "master", *MOMENT_NAMES, *SCALE_NAMES, "values or codes", "scales")
@@ -53,6 +57,8 @@ class LocalParameter:
         format: format of its codes; None for plain values.
         one_pass: the kernel that updates the master can also write the codes; equal on all ranks that share the parameter.
         two_passes: a second kernel can write them from the whole parameter's amax, since no block crosses ranks; likewise.
+        ratio: for matrices that Muon steps, the ratio of their learning rate (`definition.muon.ratio`), else None.
+        muon: their settings, and the factors of gradient and momentum in this step's direction.
         version: autograd version of `held` after the last step.
         number: the parameter's index in the optimizer.
         state: its optimizer state.
@@ -78,11 +84,13 @@ class LocalParameter:
     gradient: Tensor
     coefficients: Coefficients | Tensor
     step: int | Tensor
+    muon: tuple[Settings, tuple[Any, Any]]
 
     def __init__(self, param: Tensor | None = None):
         self._found: tuple | None = None
         self._arrays: tuple | None = None
         self.version = None
+        self.ratio: float | None = None
         self.row: step_table.Row | None = None
         if param is not None:
             self.find(param)
@@ -137,6 +145,20 @@ class LocalParameter:
         """Drops the step's tensors."""
         for one in todo:
             one.param = one.held = one.local = one.state = one.gradient = one.coefficients = one.step = None  # pyright: ignore
+
+    def begin(self, state: dict[str, Tensor]) -> None:
+        """Begins another pass of the step, with other arrays."""
+        self.state, self._arrays, self.row = state, None, None
+
+    def constants(self, **changed: Any) -> Coefficients | Tensor:
+        """Returns the step's coefficients with some of them replaced."""
+        c = self.coefficients
+        if isinstance(c, Coefficients):
+            return c._replace(**changed)
+        c = c.clone()
+        for name, value in changed.items():
+            c[Coefficients._fields.index(name)].fill_(value)
+        return c
 
     @property
     def origin(self) -> tuple[int, int]:

@@ -31,7 +31,7 @@ from ..ops.kernels import kernels_for
 from ..quantized_tensor import sharding
 from ..quantized_tensor.sharding import placed
 from ..quantized_tensor.tensor import QuantizedTensor
-from .local_parameter import MOMENT_NAMES, SCALE_NAMES, LocalParameter
+from .local_parameter import MOMENT_NAMES, MOMENTUM_NAME, SCALES_OF, LocalParameter
 from .osci_reset import PATHS, new_paths, resets
 
 
@@ -56,16 +56,16 @@ def moments_of(one: LocalParameter, wanted: str) -> str:
     return wanted
 
 
-def new_moments(one: LocalParameter, moments: str) -> dict[str, Tensor]:
-    """Returns zero moments."""
+def new_moments(one: LocalParameter, moments: str, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """Returns zero moments of these names."""
     kept = moments_of(one, moments)
     shape, device = one.local.shape, one.local.device
     if kept != "fp8":
         dtype = torch.float32 if kept == "float32" else torch.bfloat16
-        return {name: torch.zeros(shape, dtype=dtype, device=device) for name in MOMENT_NAMES}
-    state = {name: torch.zeros(shape, dtype=torch.uint8, device=device) for name in MOMENT_NAMES}
+        return {name: torch.zeros(shape, dtype=dtype, device=device) for name in names}
+    state = {name: torch.zeros(shape, dtype=torch.uint8, device=device) for name in names}
     grid = (*shape[:-1], -(-shape[-1] // 128))
-    return state | {name: torch.ones(grid, dtype=torch.float32, device=device) for name in SCALE_NAMES}
+    return state | {SCALES_OF[name]: torch.ones(grid, dtype=torch.float32, device=device) for name in names}
 
 
 def needs_master(one: LocalParameter, master: str | None) -> bool:
@@ -122,22 +122,22 @@ def _values(q: QuantizedTensor, codes: Tensor) -> Tensor:
     return q.with_parts(codes, q.scales, q.tensor_scale).dequantize(torch.float32)
 
 
-def load_moment(one: LocalParameter, state: dict[str, Tensor], which: int) -> Tensor:
+def load_moment(one: LocalParameter, state: dict[str, Tensor], name: str) -> Tensor:
     """Returns a moment in fp32, of the local shape; no copy if it is stored in fp32."""
-    kept = state[MOMENT_NAMES[which]]
+    kept = state[name]
     if kept.dtype != torch.uint8:
         return kept.to(torch.float32)
-    return adamw.load_fp8(kept, state[SCALE_NAMES[which]], second=which == 1, origin=(0, one.start[2]))
+    return adamw.load_fp8(kept, state[SCALES_OF[name]], second=name == MOMENT_NAMES[1], origin=(0, one.start[2]))
 
 
-def store_moment(one: LocalParameter, state: dict[str, Tensor], which: int, values: Tensor, key: Any) -> None:
+def store_moment(one: LocalParameter, state: dict[str, Tensor], name: str, values: Tensor, key: Any) -> None:
     """Stores a moment. key=None rounds to nearest, which is exact for values that were stored before."""
-    kept = state[MOMENT_NAMES[which]]
+    kept = state[name]
     if kept.dtype == torch.uint8:
-        place = {"origin": one.origin, "shape": one.whole}
-        codes, scales = adamw.store_fp8(values, second=which == 1, key=key, **place)
+        second = name == MOMENT_NAMES[1]
+        codes, scales = adamw.store_fp8(values, second=second, key=key, origin=one.origin, shape=one.whole)
         kept.copy_(codes)
-        state[SCALE_NAMES[which]].copy_(scales)
+        state[SCALES_OF[name]].copy_(scales)
     elif kept.dtype == torch.bfloat16 and key is not None:
         rounded = adamw.round_to_bfloat16(matrices(values), key, origin=one.origin, shape=one.whole)
         kept.copy_(rounded.reshape(kept.shape))
@@ -149,26 +149,35 @@ def portable(param: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns a parameter's state for a state dict: fp32 values, placed as the parameter."""
     one = LocalParameter(param)
     shown = {name: state[name] for name in ("step", "master", *PATHS) if name in state}
-    shown |= {name: load_moment(one, state, which) for which, name in enumerate(MOMENT_NAMES)}
+    shown |= {name: load_moment(one, state, name) for name in SCALES_OF if name in state}
     return {name: value if name == "step" else placed(param, value) for name, value in shown.items()}
 
 
 def restore(
-    param: Tensor, shown: dict[str, Any], *, moments: str, master: str | None, capturable: bool, osci_reset: Any
+    param: Tensor,
+    shown: dict[str, Any],
+    names: tuple[str, ...],
+    *,
+    moments: str,
+    master: str | None,
+    capturable: bool,
+    osci_reset: Any,
 ) -> dict[str, Tensor]:
-    """Creates a parameter's state from a state dict's, of any mesh or moments, or of torch's own AdamW.
+    """Creates a parameter's state with moments `names` from a state dict's, of any mesh or moments, or of torch's optimizer.
 
     Raises ValueError if an entry is missing or its shape differs from the parameter's.
     """
     one = LocalParameter(param)
-    missing = [name for name in ("step", *MOMENT_NAMES) if name not in shown]
+    if names == (MOMENTUM_NAME,):
+        shown = {"step": torch.zeros(()), **shown}  # torch's Muon counts no steps
+    missing = [name for name in ("step", *names) if name not in shown]
     if missing:
         raise ValueError(f"state of a parameter of shape {tuple(param.shape)} lacks {', '.join(missing)}")
     step = shown["step"]
     step = torch.as_tensor(step, dtype=torch.float32, device=step.device if isinstance(step, Tensor) else "cpu").clone()
-    state = {"step": step.to(one.local.device) if capturable else step.cpu(), **new_moments(one, moments)}
-    for which, name in enumerate(MOMENT_NAMES):
-        store_moment(one, state, which, _local_values(one, name, shown[name]), None)
+    state = {"step": step.to(one.local.device) if capturable else step.cpu(), **new_moments(one, moments, names)}
+    for name in names:
+        store_moment(one, state, name, _local_values(one, name, shown[name]), None)
     # torch's AdamW saves no master; the next step makes it from the parameter.
     if needs_master(one, master) and "master" in shown:
         state["master"] = _local_values(one, "master", shown["master"]).clone()
@@ -246,7 +255,7 @@ def make(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         groups.append({**optimizer.defaults, **group, **kept})
         for param, i in zip(own["params"], group["params"], strict=True):
             if state_dict["state"].get(i):
-                made = restore(param, state_dict["state"][i], **kept)
+                made = restore(param, state_dict["state"][i], optimizer._moment_names(param, groups[-1]), **kept)
                 states[i] = {name: _Made(value) for name, value in made.items()}
     return {**state_dict, "state": states, "param_groups": groups}
 

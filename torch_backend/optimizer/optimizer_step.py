@@ -33,7 +33,7 @@ from ..ops.optimizer import cuda_steps
 from ..quantized_tensor.geometry import Geometry
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..weights.requantize import check_writable, requantize_
-from .local_parameter import MOMENT_NAMES, SCALE_NAMES, LocalParameter
+from .local_parameter import MOMENT_NAMES, SCALE_NAMES, SCALES_OF, LocalParameter
 from .optimizer_state import load_moment, matrices, store_moment
 
 # Batch size, in elements of whole parameters, for dequantizing weights without a master.
@@ -57,14 +57,14 @@ def carry_out(todo: list[LocalParameter], key: tuple[int, int], tables: Tables) 
             with_master.append((one, one.local))  # its own master
         else:
             plain.append(one)
-    later = _update(with_master, key, tables, whole_step=True)
+    later = update(with_master, key, tables, whole_step=True)
     _requantize(later, [one.state["master"] for one in later], None)
     for one in plain:
         _round_in_place(one, key)
     _step_without_masters(without, key)
 
 
-def _update(
+def update(
     todo: Iterable[tuple[LocalParameter, Tensor]], key: tuple[int, int], tables: Tables, *, whole_step: bool
 ) -> list[LocalParameter]:
     """Updates fp32 weights and moments with one kernel call per device, and writes the parameters too if `whole_step`.
@@ -192,17 +192,17 @@ def _check_not_gathered(geometry: Geometry) -> None:
 
 
 def _update_by_definition(one: LocalParameter, weight: Tensor, key: tuple[int, int]) -> None:
-    first, second = (load_moment(one, one.state, which) for which in range(2))
+    first, second = (load_moment(one, one.state, name) for name in MOMENT_NAMES)
     moved, first, second = adamw.update(weight, first, second, one.gradient.to(torch.float32), one.scalars)
     skip = one.scalars.skip
-    for which, values in enumerate((first, second)):
+    for which, (name, values) in enumerate(zip(MOMENT_NAMES, (first, second), strict=True)):
         # Storing an unchanged moment changes it only beside NaNs. If only the device knows of the skip, the old one is
         # restored.
-        names = [name for name in (MOMENT_NAMES[which], SCALE_NAMES[which]) if name in one.state]
-        before = {name: one.state[name].clone() for name in names} if isinstance(skip, Tensor) else {}
-        store_moment(one, one.state, which, values, one.key(key, FIRST + which))
-        for name, old in before.items():
-            _copy_where(skip != 0, one.state[name], old)
+        names = [each for each in (name, SCALES_OF[name]) if each in one.state]
+        before = {each: one.state[each].clone() for each in names} if isinstance(skip, Tensor) else {}
+        store_moment(one, one.state, name, values, one.key(key, FIRST + which))
+        for each, old in before.items():
+            _copy_where(skip != 0, one.state[each], old)
     weight.copy_(moved)
 
 
@@ -240,7 +240,7 @@ def _step_without_masters(todo: list[LocalParameter], key: tuple[int, int]) -> N
     elements = 0
     for one in chain(todo, (None,)):
         if batch and (one is None or elements + one.param.numel() > _TRANSIENT):
-            _update(batch, key, {}, whole_step=False)
+            update(batch, key, {}, whole_step=False)
             _requantize([x for x, _ in batch], [weight for _, weight in batch], [x.key(key, WEIGHT) for x, _ in batch])
             batch, elements = [], 0
         if one is not None:
@@ -252,7 +252,7 @@ def _round_in_place(one: LocalParameter, key: tuple[int, int]) -> None:
     """Updates a bfloat16 parameter without a master."""
     local = one.local.detach()
     weight = local.to(torch.float32, copy=True).contiguous()
-    _update([(one, weight)], key, {}, whole_step=False)
+    update([(one, weight)], key, {}, whole_step=False)
     place = {"origin": one.origin, "shape": one.whole}
     rounded = adamw.round_to_bfloat16(matrices(weight), one.key(key, WEIGHT), **place)
     _copy_where(one.moves, local, rounded.reshape(local.shape))

@@ -34,7 +34,7 @@ def osci_reset(optimizer: Optimizer, settings: OsciReset | None = None) -> Optim
     weights. Codes don't change.
 
     Args:
-        optimizer: `AdamW` or `Adam` with masters and capturable=False, since the host must know the step.
+        optimizer: `AdamW`, `Adam` or `Muon` with masters and capturable=False, since the host must know the step.
         settings: by default the published ones (`definition.oscillation`).
 
     Returns:
@@ -49,7 +49,7 @@ def osci_reset(optimizer: Optimizer, settings: OsciReset | None = None) -> Optim
         >>> optimizer = osci_reset(bfp.AdamW(model.parameters(), lr=1e-3), OsciReset(period=200, window=50))
     """
     if not isinstance(optimizer, Optimizer) or "osci_reset" not in optimizer.defaults:
-        raise TypeError(f"optimizer must be blockfp's AdamW or Adam, got {type(optimizer).__name__}")
+        raise TypeError(f"optimizer must be blockfp's AdamW, Adam or Muon, got {type(optimizer).__name__}")
     # torch.load accepts a plain tuple in state dicts, but no NamedTuple.
     how = tuple(oscillation.check_settings(OsciReset() if settings is None else settings))
     trained = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
