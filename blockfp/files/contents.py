@@ -67,6 +67,7 @@ class Contents:
         others: all other tensors that inference needs.
         masters: an optimizer's fp32 weights, for quantized and other weights.
         left_out: names of tensors that only training needs.
+        casts: the formats in which a forward multiplies some of the other tensors.
     """
 
     path: Path
@@ -74,6 +75,7 @@ class Contents:
     others: dict[str, Tensor]
     masters: dict[str, Tensor] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    casts: dict[str, Format] = field(default_factory=dict)
 
 
 def quantized_entries(name: str, shape: Sequence[int], dtype: np.dtype, format: Format) -> list[Entry]:

@@ -336,7 +336,9 @@ def _set_state(model: nn.Module) -> None:
         module.reset_buffers()
 
 
-def save_in_layout(model: Any, folder: str | Path, layout: str, *, file_bytes: int | None = None) -> None:
+def save_in_layout(
+    model: Any, folder: str | Path, layout: str, *, quantize: bool = False, file_bytes: int | None = None
+) -> None:
     """Saves a model for other libraries, without blockfp: weights, config.json and generation_config.json.
 
     Writes the model's codes and scales under the names of the model's releases; experts are separate matrices if the family's
@@ -347,6 +349,7 @@ def save_in_layout(model: Any, folder: str | Path, layout: str, *, file_bytes: i
         folder: the output folder.
         layout: a name from `blockfp convert --layout`: "compressed-tensors" or "fine-grained-fp8", which transformers and vLLM
             read, "modelopt", or "mxfp4", the layout of gpt-oss's experts.
+        quantize: write weights of layers with weights="high_precision" as the codes that the forward multiplies.
         file_bytes: maximum size of a file; None writes one file.
 
     Raises:
@@ -354,7 +357,7 @@ def save_in_layout(model: Any, folder: str | Path, layout: str, *, file_bytes: i
             combines several of the model's weights, or the model contains adapters (call PEFT's `merge_and_unload()` first).
         BadFile: the layout can't hold a weight; `blockfp convert` requantizes.
     """
-    write_model(model, Path(folder), layout, file_bytes)
+    write_model(model, Path(folder), layout, quantize, file_bytes)
 
 
 def stream_in_layout(model: Any, layout: str, **options: Any) -> WeightStream:
@@ -366,7 +369,7 @@ def stream_in_layout(model: Any, layout: str, **options: Any) -> WeightStream:
     Args:
         model: a transformers model, sharded or whole.
         layout: see `stream_weights`.
-        options: bucket_bytes, keep_on and sha256 of `stream_weights`.
+        options: quantize, bucket_bytes, keep_on and sha256 of `stream_weights`.
 
     Raises:
         TypeError, ValueError: see `stream_weights`; or blocks span two experts, or the release combines several of the model's

@@ -40,16 +40,19 @@ def nowhere_finite(a):
 def check_linear(recipe, variant):
     x, w, g = arrays()
     run = variant(partial(products, layer(recipe)))
-    # A gradient in high precision keeps it in its row.
-    reached = slice(None) if recipes.parse(recipe).gradient.format else slice(3, 4)
+    # An operand in high precision keeps it in its row or column.
+    casts, everywhere = recipes.parse(recipe), slice(None)
+    reached = everywhere if casts.gradient.format else slice(3, 4)
+    of_x = everywhere if casts.input_columnwise.format else (everywhere, 4)
+    of_g = everywhere if casts.gradient_columnwise.format else 4
     for bad in (-jnp.inf, jnp.nan):
         y, dx, dw = run(x.at[3, 4].set(bad), w, g)
         assert nowhere_finite(y)
-        assert nowhere_finite(dw)
+        assert nowhere_finite(dw[of_x])
         chex.assert_tree_all_finite(dx)
         y, dx, dw = run(x, w, g.at[3, 4].set(bad))
         assert nowhere_finite(dx[reached])
-        assert nowhere_finite(dw)
+        assert nowhere_finite(dw[of_g])
         chex.assert_tree_all_finite(y)
     y, dx, dw = run(x, w.at[3, 4].set(jnp.inf), g)
     assert nowhere_finite(y)
