@@ -18,11 +18,11 @@ from . import ranks
 def codes_of_values(function: str, model: nn.Module, quantize: bool) -> dict[int, Tensor]:
     """Returns the codes of a model's weights in high precision by the parameter's id; {} unless `quantize` is set.
 
-    FSDP2's gathered weights, which are codes, are freed first. Collective if `quantize` is set. `function` is the caller's name,
+    FSDP2's gathered weights, which are codes, are freed first. Collective if `quantize` is set. `function` names the caller,
     for errors. The result is placed like its parameter. Raises on all ranks: TypeError if `quantize` is not a bool, ValueError
     if no weight of the model has a format, or one has no values.
     """
-    if ranks.rank_and_world(None)[1] > 1:
+    if isinstance(model, nn.Module) and ranks.rank_and_world(None)[1] > 1:
         # A forward without a backward leaves the root's weights gathered, as codes.
         reshard(model)
     if quantize is False:
