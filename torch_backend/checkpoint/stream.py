@@ -39,6 +39,7 @@ from ..weights.state_dict import gathered, stored_parts
 from . import ranks
 from .as_used import codes_of_values
 from .conversion import Apart, split, split_weight, turned
+from .kv_scales import KVScales, kv_entries
 from .ranks import Key, Rows, gather_rows, rows_of
 from .training_state import full_tensor
 
@@ -80,9 +81,12 @@ class WeightStream(Iterator[WeightBucket]):
     def __init__(self, found: _Found, known: Layout, bucket_bytes: int, keeps: bool, sha256: bool):
         laid = {name: known.laid_out(weight) for name, weight in found.weights.items()}
         laid |= {name: [entry] for name, entry in found.others.items()}
+        contents = Contents(Path(), found.weights, found.others, kv_scales=found.kv_scales)
         units = {name: [entry for own in found.names[name] for entry in laid[own]] for name in found.names}
+        # One unit, as the scales are small.
+        units |= {"kv_scales": known.kv_laid_out(contents)} if found.kv_scales else {}
         self.shapes = {e.name: (getattr(torch, e.dtype.name), e.shape) for entries in units.values() for e in entries}
-        self.configs = known.configs(Contents(Path(), found.weights, found.others))
+        self.configs = known.configs(contents)
         self.tied = found.tied
         self._buckets = _gather(units, found, bucket_bytes, keeps, sha256)
 
@@ -96,6 +100,7 @@ def stream_weights(
     *,
     layout: str,
     quantize: bool = False,
+    kv_scales: KVScales | None = None,
     bucket_bytes: int = 1 << 28,
     keep_on: Collection[int] | None = (0,),
     sha256: bool = True,
@@ -110,6 +115,8 @@ def stream_weights(
         layout: "compressed-tensors", "fine-grained-fp8" (DeepSeek's), "modelopt" or "mxfp4", as in `blockfp convert`.
         quantize: send weights of layers with weights="high_precision" as the codes that the forward multiplies, instead of
             values. Each rank holds the codes of its shards until the stream ends.
+        kv_scales: scales of cached keys and values by the path of an attention, in the last bucket
+            (`blockfp.integrations.transformers.observe_kv`).
         bucket_bytes: largest bucket in bytes; exceeded only by a single weight with its scales.
         keep_on: ranks whose buckets hold the tensors; None for all.
         sha256: whether to compute digests, which copies GPU tensors to the host.
@@ -123,7 +130,7 @@ def stream_weights(
         ...     server.load_weights(bucket)
     """
     options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "keep_on": keep_on, "sha256": sha256}
-    return stream_apart(model, None, layout=layout, quantize=quantize, **options)
+    return stream_apart(model, None, layout=layout, quantize=quantize, kv_scales=kv_scales, **options)
 
 
 def stream_apart(
@@ -132,6 +139,7 @@ def stream_apart(
     *,
     layout: str,
     quantize: bool = False,
+    kv_scales: KVScales | None = None,
     bucket_bytes: int = 1 << 28,
     keep_on: Collection[int] | None = (0,),
     sha256: bool = True,
@@ -153,9 +161,12 @@ def stream_apart(
         if keep_on is not None and not set(keep_on) <= set(range(world)):
             raise ValueError(f"keep_on must be ranks of 0..{world - 1}, got {sorted(set(keep_on))}")
         found, known = _found(model, apart, instead), LAYOUTS[layout]
+        found.kv_scales.update(kv_entries(kv_scales, model, found.names))
+        known.kv_laid_out(Contents(Path(), {}, {}, kv_scales=found.kv_scales))
         _check(found, known)
         settings = {"layout": layout, "quantize": quantize, "bucket_bytes": bucket_bytes}
         settings |= {"the number of tensors in model": len(found.names)}
+        settings |= {"kv_scales": sorted((name, *(x.tolist() for x in pair)) for name, pair in (kv_scales or {}).items())}
         described = {f"tensor {i} of model": f"{name}, {found.describe(name)}" for i, name in enumerate(found.names)}
         return (found, known), settings, described
 
@@ -175,6 +186,7 @@ class _Found:
         tied: other names of tied tensors, with the first.
         rows: tensors gathered a bucket at a time, by the model's name and part.
         gathered: gathered tensors of the current bucket, removed when read.
+        kv_scales: scales of cached keys and values by the server's name of the attention.
         device: device for tensors that are NumPy arrays so far.
     """
 
@@ -185,6 +197,7 @@ class _Found:
     tied: dict[str, str]
     rows: dict[str, dict[str, Rows]]
     gathered: dict[Key, Tensor]
+    kv_scales: dict[str, tuple[Entry, Entry]]
     device: torch.device
 
     def describe(self, name: str) -> str:
@@ -195,7 +208,7 @@ class _Found:
 
 def _found(model: nn.Module, apart: Apart | None, instead: Mapping[int, Tensor]) -> _Found:
     """Describes a model's tensors; `instead` has those to send in place of a parameter, by its id."""
-    found = _Found({}, {}, {}, {}, {}, {}, {}, torch.device("cpu"))
+    found = _Found({}, {}, {}, {}, {}, {}, {}, {}, torch.device("cpu"))
     plain = model_names.plain_module(model)
     experts = [module for module in plain.modules() if isinstance(module, Experts) and module.transposed]
     lie_turned = {id(module.get_parameter(name)) for module in experts for name in quantized_names(module)}
