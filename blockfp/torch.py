@@ -19,6 +19,7 @@ from .torch_backend.conversion.sensitivity import sensitivity
 from .torch_backend.conversion.sensitivity_table import LayerSensitivity, Sensitivity
 from .torch_backend.conversion.summary import LeftWeight, QuantizedWeight, Summary, summary
 from .torch_backend.experts.dispatch import Received, combine, dispatch
+from .torch_backend.linear.boundary_codes import keep_codes
 from .torch_backend.linear.delayed import update_scales, update_scales_after
 from .torch_backend.linear.grouped_mm import grouped_mm
 from .torch_backend.linear.linear import LinearState, linear
@@ -84,6 +85,7 @@ __all__ = [
     "grouped_mm",
     "high_precision_state_dict",
     "init_",
+    "keep_codes",
     "keep_products",
     "linear",
     "load",

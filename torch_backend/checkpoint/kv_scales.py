@@ -13,8 +13,8 @@ from blockfp.files.modelfile import Tensor as Entry
 from ..modules import model_names
 
 KVScales = Mapping[str, tuple[Tensor, Tensor]]
-"""By the path of an attention, the scales of its keys and of its values, with which their FP8 codes are multiplied: float32 [1],
-or [heads, 1, 1] with one for each head."""
+"""By the path of an attention, the scales of its keys and of its values, with which FP8 codes are multiplied: float32 [1], or
+[heads, 1, 1] with one for each head."""
 
 _KEYS = ".k_proj.weight"
 
