@@ -2,10 +2,10 @@
 
     python benchmarks/boundary_codes_gpu.py [--layers 32] [--hidden 4096] [--tokens 8192] [--recipe fp8_current] [--json FILE]
 
-Rows: nothing recomputed ("all"), every block recomputed from its bfloat16 input ("bf16"), and from codes of it (`keep_codes`, by
-format). A block is an MLP with a norm and a residual in bfloat16; with the recipe "plain" its layers are torch's. `kept` is the
-memory that stays allocated after the forward, besides the model and the input. Each row also gives both as shares of "bf16".
-Figures are medians of rounds that take turns.
+Rows: nothing recomputed ("all"), every block recomputed from its bfloat16 input ("bf16"), and from codes of it (`keep_codes`,
+by format). A block is an MLP with a norm and a residual in bfloat16; with the recipe "plain" its layers are torch's. `kept` is
+the memory that stays allocated after the forward, besides the model and the input. Each row also gives both as shares of
+"bf16". Figures are medians of rounds that take turns.
 """
 
 from __future__ import annotations

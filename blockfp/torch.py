@@ -40,6 +40,7 @@ from .torch_backend.optimizer.clipping import clip_grad_norm_
 from .torch_backend.optimizer.set_recipe import set_recipe
 from .torch_backend.quantized_tensor.quantize import fake_quantize, from_jax, quantize, random_key
 from .torch_backend.quantized_tensor.tensor import QuantizedTensor, _rebuild_tensor
+from .torch_backend.sharded.all_reduce import all_reduce
 from .torch_backend.weights.cast_weight import CastWeight, _rebuild_cast_weight
 from .torch_backend.weights.loading import init_, load_high_precision_
 from .torch_backend.weights.module_state import _LoadHooks, _show_parts
@@ -74,6 +75,7 @@ __all__ = [
     "TransformerLayer",
     "WeightBucket",
     "WeightStream",
+    "all_reduce",
     "clip_grad_norm_",
     "combine",
     "convert",

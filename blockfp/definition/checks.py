@@ -93,15 +93,6 @@ def check_place(columns: int, origin: tuple[int, int]) -> None:
             raise ValueError(f"{name} must be of integers of 0 or more, (row, column) for origin, got {values}")
 
 
-def check_within_rows(format: Format) -> None:
-    """Raises ValueError unless each scale belongs to elements of one row, whatever rows there are besides."""
-    if format.block is None or format.block[0] != 1 or format.scale.two_level:
-        raise ValueError(
-            f"format {format} has scales for more than a row, which other rows, on other ranks, would change: use mxfp8_e4m3, "
-            "mxfp8_e5m2, mxfp6_e3m2, mxfp4_e2m1 or fp8_e4m3_1x128"
-        )
-
-
 def check_square(format: Format) -> None:
     """Raises ValueError if transposing the codes doesn't give the codes of the transposed array."""
     if format.block is not None and not format.square:

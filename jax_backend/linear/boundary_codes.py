@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from blockfp.definition.checks import check_within_rows
 from blockfp.formats import Format
+from blockfp.sharding.reducing import check_reduce_format
 
 from ..arrays.array import QuantizedArray
 from ..arrays.quantize import quantize
@@ -35,8 +35,7 @@ def keep_codes(function: Callable[..., Any], format: Format | str) -> Callable[.
         >>> body = lambda x, layer: (keep_codes(block, "mxfp8_e4m3")(x, layer), None)
         >>> y, _ = jax.lax.scan(body, x, layers)
     """
-    format = Format.parse(format)
-    check_within_rows(format)
+    format = check_reduce_format(format, "format")
 
     @jax.custom_vjp
     def run(x: jax.Array, *rest: Any) -> Any:

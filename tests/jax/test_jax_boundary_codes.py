@@ -107,5 +107,5 @@ def test_quantized_layers(arrays):
 
 def test_formats_whose_scales_other_rows_would_change():
     for format in ("fp8_e4m3", "mxfp8_e4m3_32x32", "nvfp4"):
-        with pytest.raises(ValueError, match=f"format {format} has scales for more than a row"):
+        with pytest.raises(ValueError, match=f"format {format}: rows that go to different ranks must not share a scale"):
             bfp.keep_codes(block, format)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockfp.definition.checks import check_within_rows
 from blockfp.formats import WHOLE_ROW, Format
 from blockfp.sharding.placement import Sharding
+from blockfp.sharding.reducing import check_reduce_format
 
 from ..ops import dequantize_plans
 from ..quantized_tensor import sharding
@@ -40,8 +40,7 @@ def keep_codes(format: Format | str) -> Callable[[], tuple[Any, Any]]:
     Example:
         >>> y = checkpoint(block, x, use_reentrant=False, context_fn=keep_codes("mxfp8_e4m3"))
     """
-    format = Format.parse(format)
-    check_within_rows(format)
+    format = check_reduce_format(format, "format")
     return partial(_contexts, format)
 
 
