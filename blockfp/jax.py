@@ -7,6 +7,7 @@ from .jax_backend.arrays.collectives import all_gather, all_reduce, reduce_scatt
 from .jax_backend.arrays.identity import Static
 from .jax_backend.arrays.quantize import fake_quantize, from_torch, quantize, quantize_both, quantize_columnwise
 from .jax_backend.files import load, save
+from .jax_backend.linear.boundary_codes import keep_codes
 from .jax_backend.linear.delayed import DelayedState, delayed_state, update_scales
 from .jax_backend.linear.dot_general import dot_general
 from .jax_backend.linear.experts import Received, combine, dispatch
@@ -53,6 +54,7 @@ __all__ = [
     "from_torch",
     "grad",
     "grouped_linear",
+    "keep_codes",
     "linear",
     "load",
     "muon",

@@ -58,6 +58,7 @@ __all__ = [
     "parse",
     "qat",
     "resolve",
+    "w4a8",
 ]
 
 # Pickles name the module that users import from.
@@ -187,11 +188,16 @@ def qat(weight: Format | FormatName, input: Format | FormatName | None = None, *
     return Recipe(name, casts[1], casts[0], *rest, eps=eps)
 
 
+def w4a8(*, eps: float = 0.0) -> Recipe:
+    """MXFP4 weights and MXFP8 activations in 1x32 blocks, for servers of MXFP4; gradients in high precision, as in `qat`."""
+    return qat("mxfp4_e2m1", "mxfp8_e4m3", eps=eps).replace(name="w4a8")
+
+
 RECIPES: dict[str, Callable[[], Recipe]] = {
     f.__name__: f
     for f in (
         *(fp8_delayed, fp8_current, fp8_block, fp8_row, mxfp8, mxfp6, mxfp4, mxfp4_rotated),
-        *(nvfp4, nvfp4_4over6),
+        *(nvfp4, nvfp4_4over6, w4a8),
     )
 }
 """The named recipes: functions that return them with default options."""

@@ -19,6 +19,7 @@ from .torch_backend.conversion.sensitivity import sensitivity
 from .torch_backend.conversion.sensitivity_table import LayerSensitivity, Sensitivity
 from .torch_backend.conversion.summary import LeftWeight, QuantizedWeight, Summary, summary
 from .torch_backend.experts.dispatch import Received, combine, dispatch
+from .torch_backend.linear.boundary_codes import keep_codes
 from .torch_backend.linear.delayed import update_scales, update_scales_after
 from .torch_backend.linear.grouped_mm import grouped_mm
 from .torch_backend.linear.linear import LinearState, linear
@@ -40,6 +41,7 @@ from .torch_backend.optimizer.muon import Muon
 from .torch_backend.optimizer.set_recipe import set_recipe
 from .torch_backend.quantized_tensor.quantize import fake_quantize, from_jax, quantize, random_key
 from .torch_backend.quantized_tensor.tensor import QuantizedTensor, _rebuild_tensor
+from .torch_backend.sharded.all_reduce import all_reduce
 from .torch_backend.weights.cast_weight import CastWeight, _rebuild_cast_weight
 from .torch_backend.weights.loading import init_, load_high_precision_
 from .torch_backend.weights.module_state import _LoadHooks, _show_parts
@@ -75,6 +77,7 @@ __all__ = [
     "TransformerLayer",
     "WeightBucket",
     "WeightStream",
+    "all_reduce",
     "clip_grad_norm_",
     "combine",
     "convert",
@@ -86,6 +89,7 @@ __all__ = [
     "grouped_mm",
     "high_precision_state_dict",
     "init_",
+    "keep_codes",
     "keep_products",
     "linear",
     "load",

@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import wraps
+from functools import partial, wraps
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -70,6 +70,12 @@ dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 """Returns autograd's count of in-place writes to a tensor."""
+
+saved_hooks: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+"""Has the functions of the stack of default hooks for saved tensors (.._saved_tensors_default_hooks)."""
+
+proxy_mode = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY)
+"""Returns the mode by which a compiler traces operations into a graph, or None."""
 
 
 def uncounted(state: Tensor) -> Tensor:

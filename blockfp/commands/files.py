@@ -16,7 +16,7 @@ from ..check.measure import measure
 from ..definition.numerics import Quantized
 from ..files import export, manifest, saving, untrusted
 from ..files.contents import Weight
-from ..files.layouts.known import LAYOUTS, in_formats_of
+from ..files.layouts.known import LAYOUTS, in_formats_of, quantized_as_used
 from ..files.layouts.layout import write_layout
 from ..files.modelfile import Model, Tensor
 from ..files.quantized_model import contents_of, dequantize_model, quantize_model
@@ -156,6 +156,10 @@ def export_command(
         str | None,
         typer.Option("--dtype", help="With --to high-precision: float32, float16 or bfloat16. Default: each weight's dtype."),
     ] = None,
+    quantize: Annotated[
+        bool,
+        typer.Option("--quantize", help="Write weights of layers with weights='high_precision' as the codes of their forward."),
+    ] = False,
     step: Annotated[int | None, typer.Option("--step", help="The checkpoint's step. Default: the last.")] = None,
     file_bytes: FileBytes = None,
     prefix: Annotated[
@@ -165,13 +169,18 @@ def export_command(
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
-    """Exports the model of a training checkpoint: its stored codes, or values from the optimizer's fp32 weights."""
+    """Exports the model of a training checkpoint: its stored codes, or values from the optimizer's fp32 weights.
+
+    With --quantize, weights that are stored as values and multiplied as codes are written as these codes.
+    """
     if to not in TARGETS:
         raise refused(f"--to {to}: must be one of {', '.join(TARGETS)}")
     if dtype not in (None, "float32", "float16", "bfloat16"):
         raise refused(f"--dtype {dtype}: must be float32, float16 or bfloat16")
     if dtype and to != "high-precision":
         raise refused(f"--dtype {dtype}: needs --to high-precision; codes have no dtype to choose")
+    if quantize and to == "high-precision":
+        raise refused("--quantize: writes codes; leave it out with --to high-precision")
     _check_file_bytes(file_bytes)
     if to in LAYOUTS:
         _check_folder(target, force)
@@ -184,6 +193,11 @@ def export_command(
     of_codes: list[str] = []
     with progress() as bar:
         model = export.contents(open_checkpoint(source, step), prefix)
+        casts = model.casts
+        if quantize:
+            if not model.weights and not casts:
+                raise refused(f"--quantize: {source} records no format of any weight")
+            model = quantized_as_used(model, LAYOUTS.get(to))
         each = (1 if to == "high-precision" else len(weight.parts) for weight in model.weights.values())
         task = bar.add_task(escape(target.name), total=len(model.others) + sum(each))
 
@@ -200,6 +214,8 @@ def export_command(
         say(f"{model.path} has no checksums: its files may have changed since they were saved", "yellow")
     if of_codes:
         say(f"dequantized from codes, because the checkpoint has no fp32 weight: {_some(of_codes, 'weights')}")
+    if casts and not quantize and to != "high-precision":
+        say(f"written as values, which --quantize writes as the codes of their forward: {_some(list(casts), 'weights')}")
     if model.left_out:
         say(f"omitted, because only training needs it: {_some(model.left_out, 'tensors')}")
     weights, others = counted(len(model.weights), "quantized weight"), counted(len(model.others), "other tensor")

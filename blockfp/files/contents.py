@@ -67,6 +67,8 @@ class Contents:
         others: all other tensors that inference needs.
         masters: an optimizer's fp32 weights, for quantized and other weights.
         left_out: names of tensors that only training needs.
+        casts: the formats in which a forward multiplies some of the other tensors.
+        kv_scales: scales of the cached keys and values of each attention, float32 [1] or [heads, 1, 1].
     """
 
     path: Path
@@ -74,6 +76,8 @@ class Contents:
     others: dict[str, Tensor]
     masters: dict[str, Tensor] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    casts: dict[str, Format] = field(default_factory=dict)
+    kv_scales: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 def quantized_entries(name: str, shape: Sequence[int], dtype: np.dtype, format: Format) -> list[Entry]:

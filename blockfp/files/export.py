@@ -22,7 +22,7 @@ from ..formats import Format
 from . import saving
 from .contents import Contents, Progress, Weight, weight_in
 from .modelfile import Model, Tensor
-from .names import EXTRA, FORMAT, GROUPS, LAYER_BUFFERS, MODEL, OPTIMIZER, OWN, STATE, TIED, master_of
+from .names import CAST, EXTRA, FORMAT, GROUPS, LAYER_BUFFERS, MODEL, OPTIMIZER, OWN, STATE, TIED, master_of
 
 _STATE_ENTRY = re.compile(rf"(.+?)\.{STATE}\.(.+)\.[^.]+")
 """DCP's names of entries of an optimizer's state."""
@@ -60,7 +60,18 @@ def contents(checkpoint: Model, prefix: str | None = None) -> Contents:
     left_out = [n for n in own if n not in taken and ((before + n).startswith(of_optimizers) or _only_training(n, own))]
     others = {name: tensor for name, tensor in own.items() if name not in taken and name not in left_out}
     masters = _masters(checkpoint, there, before, optimizers, {**others, **weights})
-    return Contents(checkpoint.path, weights, others, masters, left_out)
+    return Contents(checkpoint.path, weights, others, masters, left_out, _casts(checkpoint, before, others))
+
+
+def _casts(checkpoint: Model, prefix: str, others: Collection[str]) -> dict[str, Format]:
+    """Returns the formats in which the forward multiplies weights that are stored as values."""
+    casts = {}
+    for name in others:
+        first = f"{prefix}{name}".removeprefix(f"{MODEL}.")
+        first = checkpoint.metadata.get(f"{EXTRA}.{TIED}.{first}", first)
+        if (format := checkpoint.metadata.get(f"{EXTRA}.{CAST}.{first}")) is not None:
+            casts[name] = _format(checkpoint, name, format)
+    return casts
 
 
 def _optimizers(there: Collection[str], prefix: str) -> dict[str, str]:
@@ -101,11 +112,14 @@ def _masters(
 
 
 def _weight(checkpoint: Model, own: dict[str, Tensor], name: str, format: str, marker: Tensor) -> Weight:
+    return weight_in(checkpoint.path, own, name, marker.shape[1:], marker.dtype, _format(checkpoint, name, format))
+
+
+def _format(checkpoint: Model, name: str, format: str) -> Format:
     try:
-        parsed = Format.parse(format)
+        return Format.parse(format)
     except ValueError as error:
         raise BadFile(checkpoint.path, error, name) from error
-    return weight_in(checkpoint.path, own, name, marker.shape[1:], marker.dtype, parsed)
 
 
 def _only_training(name: str, own: dict[str, Tensor]) -> bool:

@@ -2,7 +2,8 @@
 
 Opening a file reads its header and checks it against the file's size. Data are read on demand, so memory holds one tensor at a
 time. The file stays open as long as its tensors exist, so header and data belong to the same file even if a writer replaces it.
-A safetensors file is a JSON header followed by raw little-endian data without gaps.
+A safetensors file is a JSON header followed by raw little-endian data without gaps. Its F4 has two elements in a byte, low
+nibble first; NumPy's float4_e2m1fn has one.
 
 Files are untrusted. Only regular files are opened, headers have a maximum length (`untrusted.HEADER_BYTES`, NumPy's 10,000
 bytes), and nothing is allocated for data that the file is too small to hold.
@@ -24,13 +25,15 @@ from typing import IO
 import ml_dtypes
 import numpy as np
 
+from ..definition import layout
 from ..errors import BadFile
 from . import untrusted
 from .untrusted import HeldFile
 
 _NAMES = "F64 float64, F32 float32, F16 float16, I64 int64, I32 int32, I16 int16, I8 int8, BOOL bool, C64 complex64"
 _NAMES += ", U64 uint64, U32 uint32, U16 uint16, U8 uint8"
-_SMALL = "BF16 bfloat16, F8_E4M3 float8_e4m3fn, F8_E5M2 float8_e5m2, F8_E8M0 float8_e8m0fnu"
+_SMALL = "BF16 bfloat16, F8_E4M3 float8_e4m3fn, F8_E5M2 float8_e5m2, F8_E8M0 float8_e8m0fnu, F4 float4_e2m1fn"
+_SMALL += ", F8_E4M3FNUZ float8_e4m3fnuz, F8_E5M2FNUZ float8_e5m2fnuz"
 
 BY_TAG = {tag: np.dtype(name) for tag, name in (pair.split() for pair in _NAMES.split(", "))}
 BY_TAG |= {tag: np.dtype(getattr(ml_dtypes, name)) for tag, name in (pair.split() for pair in _SMALL.split(", "))}
@@ -39,12 +42,19 @@ BY_TAG |= {tag: np.dtype(getattr(ml_dtypes, name)) for tag, name in (pair.split(
 TAGS = {dtype: tag for tag, dtype in BY_TAG.items()}
 """safetensors' names by NumPy dtype."""
 
+F4 = BY_TAG["F4"]
+
 METADATA = "__metadata__"
 """The key of the metadata in a header; no tensor can have this name."""
 
 _MOST_AXES = 64
 _DEFLATED = 1032
 """Maximum ratio of uncompressed to deflated bytes."""
+
+
+def stored_bytes(shape: Sequence[int], dtype: np.dtype) -> int:
+    """Returns the bytes of a tensor's data in a file."""
+    return -(-math.prod(shape) // 2) if dtype == F4 else math.prod(shape) * dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,7 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        return self.elements * self.dtype.itemsize
+        return stored_bytes(self.shape, self.dtype)
 
     @property
     def skipped(self) -> str | None:
@@ -140,6 +150,12 @@ def _problem_with_shape(shape: Sequence[int], dtype: np.dtype) -> str | None:
     return None
 
 
+def odd_f4(shape: Sequence[int], dtype: np.dtype) -> str | None:
+    """Returns why a tensor can't be stored, or None: 4-bit elements must fill bytes."""
+    odd = dtype == F4 and math.prod(shape) % 2
+    return f"has {math.prod(shape)} elements of 4 bits, which don't fill bytes" if odd else None
+
+
 def _shortened(shape: Sequence[int]) -> str:
     text = repr(list(shape[: _MOST_AXES + 1]))
     return text if len(text) < 200 else f"{text[:200]} .."
@@ -184,9 +200,9 @@ def _safetensors_entry(
     start, end = data_offsets
     if not isinstance(shape, list) or not all(map(untrusted.is_size, data_offsets)):
         raise BadFile(path, f"shape and data_offsets {_shortened(data_offsets)} must be integers of 0 or more", name)
-    if problem := _problem_with_shape(shape, BY_TAG[dtype]):
+    if problem := _problem_with_shape(shape, BY_TAG[dtype]) or odd_f4(shape, BY_TAG[dtype]):
         raise BadFile(path, problem, name)
-    nbytes = math.prod(shape) * BY_TAG[dtype].itemsize
+    nbytes = stored_bytes(shape, BY_TAG[dtype])
     if end - start != nbytes:
         raise BadFile(path, f"{dtype} of shape {shape} has {nbytes} bytes, the header gives it {end - start}", name)
     if data + end > file.length:
@@ -200,7 +216,10 @@ def _safetensors_entry(
             content = bytearray(nbytes)
             if reader.readinto(content) != nbytes:  # pyright: ignore[reportAttributeAccessIssue]
                 raise BadFile(path, "truncated", name)
-        return np.frombuffer(content, BY_TAG[dtype]).reshape(shape)
+        held = np.frombuffer(content, np.uint8)
+        if BY_TAG[dtype] == F4:
+            held = layout.unpack(held, 4, 2 * nbytes)
+        return held.view(BY_TAG[dtype]).reshape(shape)
 
     return Tensor(name, BY_TAG[dtype], tuple(shape), read)
 
@@ -313,7 +332,7 @@ def write_safetensors(
     for entry in sorted(entries, key=lambda e: (-e.dtype.itemsize, e.name)):
         if entry.name in where:
             raise ValueError(f"two tensors would be called {entry.name!r}")
-        end = offset + math.prod(entry.shape) * entry.dtype.itemsize
+        end = offset + stored_bytes(entry.shape, entry.dtype)
         header[entry.name] = {"dtype": TAGS[entry.dtype], "shape": list(entry.shape), "data_offsets": [offset, end]}
         where[entry.name] = (entry, offset)
         offset = end
@@ -327,6 +346,8 @@ def write_safetensors(
             if (array.dtype, array.shape) != (entry.dtype, entry.shape):
                 raise ValueError(f"tensor {name!r} is {array.dtype} {array.shape}, expected {entry.dtype} {entry.shape}")
             file.seek(start + offset)
+            if entry.dtype == F4:
+                array = layout.pack(np.frombuffer(array.tobytes(), np.uint8) & 0xF, 4)
             file.write(array.tobytes())
     if where:
         raise ValueError(f"no data for the tensors {', '.join(where)}")

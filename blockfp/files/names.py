@@ -12,6 +12,7 @@ A checkpoint of `blockfp.torch.save_checkpoint` contains
     optimizer.state.NAME.master, ..      the optimizer's state dict; optimizer.param_groups...
     extra.step, extra.own.NAME           the step, and the user's entries
     extra.tied.OTHER_NAME                the first name of a weight with several names
+    extra.cast.NAME                      the format in which the forward multiplies a weight that is stored as values
 
 Files outlive versions: after a change here, old files can't be read.
 """
@@ -29,7 +30,7 @@ FORMAT = "_format_"
 MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"
 """Top-level names in a checkpoint."""
 
-STEP, OWN, TIED = "step", "own", "tied"
+STEP, OWN, TIED, CAST = "step", "own", "tied", "cast"
 """Names under `EXTRA`."""
 
 STATE, GROUPS = "state", "param_groups"

@@ -15,6 +15,7 @@ A layout is recognized by the names and dtypes of its entries; b is a block of t
 | compressed-tensors | NAME_packed U8 | NAME_scale U8 or F8_E8M0, b 1x32 | | mxfp4_e2m1 |
 | compressed-tensors | NAME_packed U8 | NAME_scale F8_E4M3, b 1x16 | NAME_global_scale, one, divides | nvfp4 |
 | ModelOpt | NAME U8 | NAME_scale F8_E4M3, b 1x16 | NAME_scale_2, one | nvfp4 |
+| any of them | F4 in place of U8, I8 | as there | as there | as there |
 | gpt-oss | NAME_blocks U8 [.., b, 16] | NAME_scales U8, b 1x32 | | mxfp4_e2m1 |
 
 Codes and scales keep their bits, with three exceptions: E8M0 scales of 128x128 blocks become the same powers of two in fp32,
@@ -37,13 +38,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..definition.layout import codes_shape, scales_shape
+from ..definition.layout import codes_shape, pack, scales_shape
 from ..definition.views import DTYPES, dtype_of
 from ..errors import BadFile
 from ..formats import E2M1, E4M3, E5M2, E8M0_CEIL, ElementFormat, Format
 from . import untrusted
 from .contents import Weight
-from .modelfile import Tensor
+from .modelfile import BY_TAG, F4, Tensor
 
 
 class Marks(NamedTuple):
@@ -74,7 +75,8 @@ _MISTRAL = Marks(".weight", ".qscale_weight", weight=".weight")
 _BY_SCALES = (FINE_GRAINED_FP8, GPT_OSS, PACKED, MODELOPT, _DEEPSEEK_V4, _MISTRAL)
 _SCALES = {ending for marks in _BY_SCALES for ending in (marks.scales, marks.tensor_scale) if ending and not marks.weight}
 FP8 = dtype_of(E4M3.native_dtype)
-_ELEMENTS = {dtype_of(element.native_dtype): element for element in (E4M3, E5M2)}
+_ELEMENTS = {dtype_of(element.native_dtype): element for element in (E4M3, E5M2, E2M1)}
+_FNUZ = (BY_TAG["F8_E4M3FNUZ"], BY_TAG["F8_E5M2FNUZ"])
 _BYTES = (np.dtype(np.uint8), np.dtype(np.int8))
 _E8M0 = dtype_of(E8M0_CEIL.native_dtype)
 _NUMBERS = tuple(DTYPES.values())
@@ -136,8 +138,8 @@ def _check_scaled(path: Path, tensors: Mapping[str, Tensor], found: Mapping[str,
     """Raises BadFile if a quantized model has codes without known scales, which would be mistaken for values."""
     taken = {name for weight in found.values() for name in weight.entries}
     for name, tensor in tensors.items():
-        fp8 = tensor.dtype in _ELEMENTS and len(tensor.shape) > 1
-        codes = fp8 or (name.endswith((PACKED.codes, GPT_OSS.codes)) and _are_codes(tensor))
+        small = tensor.dtype in (*_ELEMENTS, *_FNUZ) and len(tensor.shape) > 1
+        codes = small or (name.endswith((PACKED.codes, GPT_OSS.codes)) and _are_codes(tensor))
         if name in taken or not (codes or _may_be_codes(tensor, told)):
             continue
         layer = name.rpartition(".")[0] + "."
@@ -170,7 +172,7 @@ def activation_scales(weights: Collection[str], others: Mapping[str, Tensor]) ->
 
 def _are_codes(tensor: Tensor) -> bool:
     # 32-bit integers hold several codes of other quantizers.
-    return tensor.dtype in _ELEMENTS or tensor.dtype in (*_BYTES, np.dtype(np.int32))
+    return tensor.dtype in (*_ELEMENTS, *_FNUZ, *_BYTES, np.dtype(np.int32))
 
 
 class _Told(NamedTuple):
@@ -231,9 +233,9 @@ def _weight(path: Path, name: str, marks: Marks, codes: Tensor, scales: Tensor, 
     if marks is GPT_OSS and len(codes.shape) > 2 and codes.shape[-1] == 16:
         shape = (*shape[:-2], shape[-2] * 16)
     element = _ELEMENTS.get(codes.dtype, E2M1)
-    if element is E2M1:
+    if codes.dtype in _BYTES:
         shape = (*shape[:-1], 2 * shape[-1])
-    format = None if codes.dtype == np.int32 else _format(element, shape, scales, above, told.channels)
+    format = None if codes.dtype in (np.dtype(np.int32), *_FNUZ) else _format(element, shape, scales, above, told.channels)
     if format is None:
         what = f"is {codes.dtype} {codes.shape} with scales {scales.dtype} {scales.shape} ({scales.name})"
         if above is not None:
@@ -245,7 +247,12 @@ def _weight(path: Path, name: str, marks: Marks, codes: Tensor, scales: Tensor, 
         sizes = " or ".join(f"{rows}x{columns}" for rows, columns in sorted(told.blocks))
         raise BadFile(path, f"has scales {scales.shape} as {format}, but config.json specifies blocks of {sizes}", name)
     stored = codes_shape(shape, format)
-    kept = Tensor(name, np.dtype(np.uint8), stored, lambda: codes.read().view(np.uint8).reshape(stored))
+
+    def read_codes() -> np.ndarray:
+        x = codes.read().view(np.uint8).reshape(-1)
+        return (pack(x, 4) if codes.dtype == F4 else x).reshape(stored)
+
+    kept = Tensor(name, np.dtype(np.uint8), stored, read_codes)
     grid = scales_shape(shape, format)
 
     def read_scales() -> np.ndarray:
@@ -300,9 +307,10 @@ def _alike(format: Format, block: tuple[int, int], shape: tuple[int, ...]) -> bo
 
 
 def _numbers(path: Path, name: str, x: np.ndarray, what: str = "") -> np.ndarray:
-    """Returns scales in fp32; raises BadFile if one is not finite."""
+    """Returns scales in fp32; raises BadFile if one is not finite or negative."""
     x = x.astype(np.float32)
-    if not np.isfinite(x).all():
-        found = x[~np.isfinite(x)].reshape(-1)[0]
-        raise BadFile(path, f"holds a scale that is {found}: scales{what and f' {what}'} must be finite", name)
+    bad = ~(np.isfinite(x) & (x >= 0))
+    if bad.any():
+        found = x[bad].reshape(-1)[0]
+        raise BadFile(path, f"holds a scale that is {found}: scales{what and f' {what}'} must be finite and not negative", name)
     return x

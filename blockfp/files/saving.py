@@ -16,7 +16,6 @@ of a quantized tensor; its codes and scales are always in the same file.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import warnings
@@ -350,7 +349,7 @@ def _parts(tensor: Any) -> list[Any]:
 
 def _entries(path: Path, name: str, tensor: Any) -> list[Entry]:
     from .contents import quantized_entries
-    from .modelfile import TAGS, Entry
+    from .modelfile import TAGS, Entry, odd_f4
 
     if _is_quantized(tensor):
         if tuple(tensor.origin) != (0, 0) or getattr(tensor, "sharding", None) is not None:
@@ -364,6 +363,8 @@ def _entries(path: Path, name: str, tensor: Any) -> list[Entry]:
     dtype = next((dtype for dtype in TAGS if dtype.name == known), None)
     if dtype is None:
         raise BadFile(path, f"dtype {known} can't be stored in a .safetensors file", name)
+    if problem := odd_f4(tensor.shape, dtype):
+        raise BadFile(path, problem, name)
     return [Entry(name, dtype, tuple(tensor.shape))]
 
 
@@ -372,7 +373,9 @@ def _description(tensor: Any) -> dict[str, object]:
 
 
 def _size(entries: list) -> int:
-    return sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries)
+    from .modelfile import stored_bytes
+
+    return sum(stored_bytes(entry.shape, entry.dtype) for entry in entries)
 
 
 def divided(entries: Mapping[str, list], file_bytes: int) -> list[list[str]]:

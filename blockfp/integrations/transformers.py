@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from blockfp import patterns, recipes
 from blockfp.recipes import Cast, Compute, Delayed, Recipe
 
+from ..torch_backend.checkpoint.kv_scales import KVScales
 from ..torch_backend.checkpoint.stream import WeightStream
 from ..torch_backend.conversion.convert import convert
 from ..torch_backend.conversion.kinds import base_kind, quantized_names, router_modules, weight_names
@@ -43,6 +44,7 @@ try:
     from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
+    from .transformers_kv import KVObservation, observe_kv
     from .transformers_reading import QuantizeOnLoad, Released, released_weights, untranspose
     from .transformers_writing import stream_model, write_model
 except ModuleNotFoundError as error:
@@ -51,7 +53,7 @@ except ModuleNotFoundError as error:
 # Trainer resumes from checkpoints of accelerate.
 mend_broadcast()
 
-__all__ = ["BlockfpConfig", "BlockfpHfQuantizer", "save_in_layout", "stream_in_layout"]
+__all__ = ["BlockfpConfig", "BlockfpHfQuantizer", "KVObservation", "observe_kv", "save_in_layout", "stream_in_layout"]
 
 METHOD = "blockfp"
 """The name of the method in config.json."""
@@ -336,7 +338,15 @@ def _set_state(model: nn.Module) -> None:
         module.reset_buffers()
 
 
-def save_in_layout(model: Any, folder: str | Path, layout: str, *, file_bytes: int | None = None) -> None:
+def save_in_layout(
+    model: Any,
+    folder: str | Path,
+    layout: str,
+    *,
+    quantize: bool = False,
+    kv_scales: KVScales | None = None,
+    file_bytes: int | None = None,
+) -> None:
     """Saves a model for other libraries, without blockfp: weights, config.json and generation_config.json.
 
     Writes the model's codes and scales under the names of the model's releases; experts are separate matrices if the family's
@@ -347,14 +357,17 @@ def save_in_layout(model: Any, folder: str | Path, layout: str, *, file_bytes: i
         folder: the output folder.
         layout: a name from `blockfp convert --layout`: "compressed-tensors" or "fine-grained-fp8", which transformers and vLLM
             read, "modelopt", or "mxfp4", the layout of gpt-oss's experts.
+        quantize: write weights of layers with weights="high_precision" as the codes that the forward multiplies.
+        kv_scales: scales of cached keys and values, from `observe_kv`.
         file_bytes: maximum size of a file; None writes one file.
 
     Raises:
-        ValueError: the layout is unknown, a weight can't be split into the release's weights without new scales, the release
-            combines several of the model's weights, or the model contains adapters (call PEFT's `merge_and_unload()` first).
+        TypeError, ValueError: the layout is unknown, a weight can't be split into the release's weights without new scales, the
+            release combines several of the model's weights, `kv_scales` don't fit the model or layout, or the model contains
+            adapters (call PEFT's `merge_and_unload()` first).
         BadFile: the layout can't hold a weight; `blockfp convert` requantizes.
     """
-    write_model(model, Path(folder), layout, file_bytes)
+    write_model(model, Path(folder), layout, quantize, kv_scales, file_bytes)
 
 
 def stream_in_layout(model: Any, layout: str, **options: Any) -> WeightStream:
@@ -366,7 +379,7 @@ def stream_in_layout(model: Any, layout: str, **options: Any) -> WeightStream:
     Args:
         model: a transformers model, sharded or whole.
         layout: see `stream_weights`.
-        options: bucket_bytes, keep_on and sha256 of `stream_weights`.
+        options: quantize, kv_scales, bucket_bytes, keep_on and sha256 of `stream_weights`.
 
     Raises:
         TypeError, ValueError: see `stream_weights`; or blocks span two experts, or the release combines several of the model's

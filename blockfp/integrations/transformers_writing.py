@@ -32,8 +32,10 @@ from blockfp.files.layouts.layout import not_released, write_layout
 
 from ..torch_backend.check import to_numpy
 from ..torch_backend.checkpoint import ranks
+from ..torch_backend.checkpoint.as_used import codes_of_values
 from ..torch_backend.checkpoint.conversion import split_weight
 from ..torch_backend.checkpoint.files import high_precision_state_dict
+from ..torch_backend.checkpoint.kv_scales import KVScales, kv_entries
 from ..torch_backend.checkpoint.stream import WeightStream, stream_apart
 from ..torch_backend.conversion.kinds import quantized_names
 from ..torch_backend.modules import model_names
@@ -43,20 +45,25 @@ from ..torch_backend.quantized_tensor.tensor import QuantizedTensor
 from ..torch_backend.weights.state_dict import gathered, stored_parts
 
 
-def write_model(model: Any, folder: Path, layout: str, file_bytes: int | None) -> None:
+def write_model(
+    model: Any, folder: Path, layout: str, quantize: bool, kv_scales: KVScales | None, file_bytes: int | None
+) -> None:
     """Implements `save_in_layout`."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     if found := not_released(model_names.parameters(model)):
         raise ValueError(" ".join(found))
-    quantized = _quantized(model)
+    LAYOUTS[layout].kv_laid_out(Contents(folder, {}, {}, kv_scales=kv_entries(kv_scales, model, {})))
+    quantized = _quantized(model, codes_of_values("save_in_layout", model, quantize))
     if not quantized:
-        raise ValueError("model has no quantized weights: use save_pretrained")
+        raise ValueError(
+            "model has no quantized weights: use save_pretrained, or quantize=True for layers with weights='high_precision'"
+        )
     others = {name: value for name, value in high_precision_state_dict(model).items() if name not in quantized}
     if ranks.rank_and_world(None)[0] != 0:
         return
     release = _Names(model)
-    weights = {}
+    weights, names = {}, {}
     for name, q in quantized.items():
         # gpt-oss's files store all experts in one tensor.
         made = (
@@ -64,10 +71,12 @@ def write_model(model: Any, folder: Path, layout: str, file_bytes: int | None) -
             if layout == "mxfp4"
             else split_weight(_weight(name, q), partial(release.of_one, codes=True))
         )
+        names[name] = list(made)
         weights |= {part: _of_numpy(weight) for part, weight in made.items()}
     others = release.of(remove_tied_weights_from_state_dict(others, model))
     path = folder / "model.safetensors"
-    contents = Contents(path, weights, {name: _entry(name, value) for name, value in others.items()})
+    kv = kv_entries(kv_scales, model, names)
+    contents = Contents(path, weights, {name: _entry(name, value) for name, value in others.items()}, kv_scales=kv)
     write_layout(LAYOUTS[layout], contents, folder, file_bytes, lambda _: None)
     _write_configs(model, folder)
 
@@ -96,12 +105,16 @@ def _write_configs(model: Any, folder: Path) -> None:
         model.generation_config.save_pretrained(folder)
 
 
-def _quantized(model: Any) -> dict[str, QuantizedTensor]:
-    """Returns the whole quantized weights by name, experts as [experts, out, in]; collective if they are sharded."""
+def _quantized(model: Any, instead: Mapping[int, Tensor]) -> dict[str, QuantizedTensor]:
+    """Returns the whole quantized weights by name, experts as [experts, out, in]; collective if they are sharded.
+
+    `instead` has those to write in place of a parameter, by its id.
+    """
     found = {}
     for path, module in model.named_modules():
         for own in quantized_names(module):
             param = module.get_parameter(own)
+            param = instead.get(id(param), param)
             local = sharding.local_of(param)
             if not isinstance(local, QuantizedTensor):
                 continue

@@ -33,14 +33,14 @@ CASES = {
 """The last has experts as [experts, in, out], of equal sizes."""
 
 
-def converted(name):
+def converted(name, **how):
     kind, options, recipe, layout = CASES[name]
     model = family(kind, **options)
     for param in model.parameters():
         # Not buffers: rotary frequencies are float32 in models that are loaded.
         param.data = param.data.bfloat16()
     keep = lambda path, _: path != "lm_head" and (layout != "mxfp4" or "experts" in path)  # noqa: E731
-    return bfp.convert(model, recipe, filter_fn=keep), layout
+    return bfp.convert(model, recipe, filter_fn=keep, **how), layout
 
 
 def received(stream, *, keeps=True):
@@ -82,6 +82,21 @@ def test_it_is_the_file_and_the_server_computes_the_same(name, tmp_path):
     assert torch.equal(logits(server), logits(model))
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_weights_in_high_precision_are_sent_as_the_codes_of_a_quantized_model(name, tmp_path):
+    model, layout = converted(name)
+    save_in_layout(model, tmp_path / "codes", layout)
+    expected = load_file(tmp_path / "codes" / "model.safetensors")
+    values, _ = converted(name, weights="high_precision")
+    assert torch.equal(logits(values), logits(model))
+    with pytest.raises(ValueError, match=r"no quantized weights: .*quantize=True"):
+        save_in_layout(values, tmp_path / "values", layout)
+    save_in_layout(values, tmp_path / "values", layout, quantize=True)
+    assert_equal(load_file(tmp_path / "values" / "model.safetensors"), expected)
+    assert (tmp_path / "values" / "config.json").read_text() == (tmp_path / "codes" / "config.json").read_text()
+    assert_equal(received(stream_in_layout(values, layout, quantize=True, bucket_bytes=50_000)), expected)
+
+
 def _sharded(rank):
     expected = os.environ["BLOCKFP_TEST_FOLDER"]
     for i, name in enumerate(CASES):
@@ -90,8 +105,12 @@ def _sharded(rank):
             fully_shard(layer)
         fully_shard(model)
         found = received(stream_in_layout(model, layout, bucket_bytes=50_000), keeps=rank == 0)
+        values, _ = converted(name, weights="high_precision")
+        fully_shard(values)
+        again = received(stream_in_layout(values, layout, quantize=True, bucket_bytes=50_000), keeps=rank == 0)
         if rank == 0:
             assert_equal(found, load_file(Path(expected) / str(i) / "model.safetensors"))
+            assert_equal(again, found)
 
 
 def test_from_two_ranks(tmp_path, monkeypatch):

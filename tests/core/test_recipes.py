@@ -130,7 +130,7 @@ def test_names_that_are_no_recipes():
     for name, hint in (
         ("nvfp4_4over6_448", r"; it is a format, for which recipes\.qat\('nvfp4_4over6_448'\) fine-tunes$"),
         (recipes.qat("nvfp4").name, r"; give the Recipe that recipes\.qat\(\.\.\) returns$"),
-        ("mxfp9", "nvfp4_4over6$"),
+        ("mxfp9", "w4a8$"),
     ):
         with pytest.raises(ValueError, match=hint):
             recipes.parse(name)

@@ -257,18 +257,18 @@ def test_a_scale_above_the_scales_of_16_bits(ending, tmp_path):
     assert q.tensor_scale == (np.float32(1) / factor if ending else factor)
 
 
-@pytest.mark.parametrize("value", [0.0, np.nan, np.inf, -np.inf, 1e-45])
+@pytest.mark.parametrize("value", [0.0, np.nan, np.inf, -np.inf, -1.0, 1e-45])
 def test_a_scale_above_the_scales_that_is_no_number(value, tmp_path):
     """Of those that multiply zero and the smallest are numbers; dividing by them gives none."""
     codes, scales = some_bytes(48, 32), fp8_codes(48, 4) & 0x7F
     for ending, second in (("_packed", "_global_scale"), ("", "_scale_2")):
         file = {f"a.weight{ending}": codes, "a.weight_scale": scales.view(FP8), f"a.weight{second}": one_of(value)}
         path = write(tmp_path / f"model{second}.safetensors", file)
-        if np.isfinite(value) and not ending:
+        if np.isfinite(value) and value >= 0 and not ending:
             assert blockfp.load(path)["a.weight"].tensor_scale == np.float32(value)
             continue
         with pytest.raises(
-            BadFile, match=f"tensor 'a.weight{second}': holds a scale that is (-?inf|nan): scales.* must be finite"
+            BadFile, match=f"tensor 'a.weight{second}': holds a scale that is (-?inf|nan|-1.0): scales.* must be finite"
         ):
             blockfp.load(path)
 
@@ -282,7 +282,7 @@ def test_a_scale_above_the_scales_that_is_missing_is_named(tmp_path):
         blockfp.load(write(tmp_path / "model.safetensors", file))
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1.0])
 def test_scales_that_are_no_numbers(value, tmp_path):
     """Of a tensor, of rows and of blocks."""
     for name, scales in {"": np.ones(()), "_row": np.ones((8, 1)), "_inv": np.ones((1, 1))}.items():

@@ -157,9 +157,12 @@ def test_an_inf_leaves_nothing_finite(name, compiled):
     torch._dynamo.reset()
     layer = bfp.Linear(256, 256, recipe=name, dtype=torch.bfloat16, device="cuda")
     run = torch.compile(layer, fullgraph=True) if compiled else layer
-    # In high precision the gradient's Inf stays in its row.
-    of_g = (1, 0 if recipes.parse(name).gradient.format else 255 / 256, 0)
-    for bad, wanted in ((None, (1, 1, 1)), ("x", (0, 1, 0)), ("g", of_g)):
+    # In high precision an Inf stays in its row or column.
+    casts = recipes.parse(name)
+    in_dx, *in_dw = (
+        0 if cast.format else 255 / 256 for cast in (casts.gradient, casts.input_columnwise, casts.gradient_columnwise)
+    )
+    for bad, wanted in ((None, (1, 1, 1)), ("x", (0, 1, in_dw[0])), ("g", (1, in_dx, in_dw[1]))):
         x, g = (torch.randn(256, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         if bad is not None:
             {"x": x, "g": g}[bad][7, 33] = -torch.inf

@@ -240,7 +240,7 @@ def test_a_gpu_gets_one_call_for_all_groups(recipe, arrays, kernels, monkeypatch
 
 # Calls that quantize groups, and that align operands.
 CALLS = {"mxfp8": (2, 6), "mxfp6": (2, 6), "mxfp4": (2, 6), "mxfp4_rotated": (2, 6), "nvfp4_4over6": (2, 0)}
-CALLS[QAT.name] = (1, 0)
+CALLS |= {QAT.name: (1, 0), "w4a8": (1, 2)}
 
 
 def test_which_recipes_the_kernels_do(monkeypatch):
@@ -253,7 +253,7 @@ def test_which_recipes_the_kernels_do(monkeypatch):
     for recipe in RECIPES:
         assert grouped_products.all_at_once(recipe, bf16, bf16), recipe
         # What isn't quantized must be bfloat16.
-        assert grouped_products.all_at_once(recipe, fp32, fp32) == (recipe is not QAT), recipe
+        assert grouped_products.all_at_once(recipe, fp32, fp32) == (recipe.gradient.format is not None), recipe
     stochastic = recipes.fp8_current().replace(gradient=Cast("fp8_e5m2", stochastic=True))
     assert grouped_products.all_at_once(stochastic, bf16, bf16)
     rows = recipes.mxfp8().replace(weight=Cast("mxfp8_e4m3"))

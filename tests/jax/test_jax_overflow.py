@@ -40,18 +40,23 @@ def nowhere_finite(a):
 def check_linear(recipe, variant):
     x, w, g = arrays()
     run = variant(partial(products, layer(recipe)))
-    # A gradient in high precision keeps it in its row.
-    reached = slice(None) if recipes.parse(recipe).gradient.format else slice(3, 4)
-    for bad in (-jnp.inf, jnp.nan):
+    # An operand in high precision keeps it in its row or column.
+    casts, everywhere = recipes.parse(recipe), slice(None)
+    reached = everywhere if casts.gradient.format else slice(3, 4)
+    of_x = everywhere if casts.input_columnwise.format else (everywhere, 4)
+    of_g = everywhere if casts.gradient_columnwise.format else 4
+    for bad, (in_y, in_dw, in_dx, in_dw_of_g) in {
+        -jnp.inf: (everywhere, of_x, reached, of_g),
         # A NaN has a NaN code, or its block a NaN scale: it shows in what depends on it.
-        row, column, of_g = (3, 4, 3) if jnp.isnan(bad) else (..., ..., reached)
+        jnp.nan: (3, (everywhere, 4), 3, 4),
+    }.items():
         y, dx, dw = run(x.at[3, 4].set(bad), w, g)
-        assert nowhere_finite(y[row])
-        assert nowhere_finite(dw.T[column])
+        assert nowhere_finite(y[in_y])
+        assert nowhere_finite(dw[in_dw])
         chex.assert_tree_all_finite(dx)
         y, dx, dw = run(x, w, g.at[3, 4].set(bad))
-        assert nowhere_finite(dx[of_g])
-        assert nowhere_finite(dw[column])
+        assert nowhere_finite(dx[in_dx])
+        assert nowhere_finite(dw[in_dw_of_g])
         chex.assert_tree_all_finite(y)
     y, dx, dw = run(x, w.at[3, 4].set(jnp.inf), g)
     assert nowhere_finite(y)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from blockfp.errors import BadCheckpoint
 from blockfp.files import manifest, publishing
 from blockfp.files.manifest import Files
-from blockfp.files.names import EXTRA, GROUPS, MODEL, OPTIMIZER, OWN, STATE, STEP, TIED
+from blockfp.files.names import CAST, EXTRA, GROUPS, MODEL, OPTIMIZER, OWN, STATE, STEP, TIED
 
 from ..modules import model_names
 from ..optimizer.adamw import _Adam
@@ -90,7 +90,7 @@ def save_checkpoint(
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     from .checkpoint_files import SummedWriter, write
-    from .plain_values import described_extra, plain, plain_extra, tied_names
+    from .plain_values import cast_names, described_extra, plain, plain_extra, tied_names
 
     def arguments() -> tuple[Any, dict[str, Any], dict[str, str]]:
         number, most = _whole_number("step", step, 0), None if keep is None else _whole_number("keep", keep, 1)
@@ -104,6 +104,8 @@ def save_checkpoint(
 
     def contents() -> None:
         state[MODEL] = plain(MODEL, get_model_state_dict(model))
+        # FSDP2 holds no gathered weights, which are codes, any more.
+        state[EXTRA][CAST] = cast_names(model)
         if optimizer is not None:
             with ExitStack() as afterwards:
                 afterwards.callback(restorer(optimizer))

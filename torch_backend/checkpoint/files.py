@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from blockfp.array import QuantizedArray
+from blockfp.definition import layout
 from blockfp.errors import BadFile
 from blockfp.files import saving
+from blockfp.files.modelfile import F4
 from blockfp.files.names import SUFFIXES
 
 from ..check import to_numpy, to_torch
@@ -65,7 +67,7 @@ def load(path: str | PathLike[str], *, device: torch.device | str = "cpu") -> di
     Raises:
         blockfp.errors.BadFile: see `blockfp.load`.
     """
-    return {name: _to_torch(array).to(device) for name, array in saving.read(Path(path))}
+    return {name: _to_torch(Path(path), name, array).to(device) for name, array in saving.read(Path(path))}
 
 
 def _whole(path: Path, name: str, tensor: Any) -> Any:
@@ -81,10 +83,17 @@ def _whole(path: Path, name: str, tensor: Any) -> Any:
         raise BadFile(path, "it is on the meta device, where it has no values", name)
     if isinstance(tensor, Tensor) and tensor.layout is not torch.strided:
         raise BadFile(path, f"it must be dense, got layout {tensor.layout}: pass .to_dense()", name)
+    if isinstance(tensor, Tensor) and tensor.dtype is torch.float4_e2m1fn_x2:
+        # Two elements make one of torch's; NumPy and files count each.
+        codes = tensor.detach().view(torch.uint8).cpu().numpy()
+        codes = codes.reshape(codes.shape or (1,))
+        return layout.unpack(codes, 4, 2 * codes.shape[-1]).view(F4)
     return tensor.values if isinstance(tensor, CastWeight) else tensor
 
 
-def _to_numpy(part: Tensor):
+def _to_numpy(part: Tensor | np.ndarray):
+    if isinstance(part, np.ndarray):
+        return part
     part = part.detach().cpu().resolve_conj().resolve_neg().contiguous()
     # NumPy has no 8-bit floats; ml_dtypes names them as torch does.
     if part.dtype.is_floating_point and part.element_size() == 1:
@@ -94,8 +103,12 @@ def _to_numpy(part: Tensor):
     return to_numpy(part)
 
 
-def _to_torch(array: Any) -> Tensor:
+def _to_torch(path: Path, name: str, array: Any) -> Tensor:
     if not isinstance(array, QuantizedArray):
+        if array.dtype == F4:
+            if not array.ndim or array.shape[-1] % 2:
+                raise BadFile(path, f"is {array.dtype} {array.shape}; torch's float4_e2m1fn_x2 needs an even last axis", name)
+            return torch.from_numpy(layout.pack(array.view("uint8"), 4)).view(torch.float4_e2m1fn_x2)
         if array.dtype.name.startswith("float8"):
             return torch.from_numpy(array.view("uint8")).view(getattr(torch, array.dtype.name))
         return to_torch(array)

@@ -20,7 +20,7 @@ from blockfp.files import manifest
 from blockfp.files.manifest import Files
 from blockfp.files.modelfile import Model
 from blockfp.files.modelfile import Tensor as Entry
-from blockfp.files.names import EXTRA, STEP, TIED
+from blockfp.files.names import CAST, EXTRA, STEP, TIED
 
 from ..modules import model_names
 from ..quantized_tensor import sharding
@@ -98,6 +98,15 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return tied
 
 
+def cast_names(model: nn.Module) -> dict[str, str]:
+    """Maps a weight in high precision (`CastWeight`) to the name of its format, under its first name if it is tied."""
+    found: dict[int, tuple[str, str]] = {}
+    for name, param in model_names.parameters(model).items():
+        if isinstance(local := sharding.local_of(param), CastWeight):
+            found.setdefault(id(param), (name, str(local.format)))
+    return dict(found.values())
+
+
 def read_plain(files: Files, index: Metadata, parts: tuple[str, ...]) -> dict[str, Any]:
     """Reads the non-tensor values whose DCP name starts with one of `parts`; raises BadCheckpoint if one isn't plain."""
     found = {}
@@ -119,7 +128,7 @@ def read_plain(files: Files, index: Metadata, parts: tuple[str, ...]) -> dict[st
 
 
 def open_checkpoint(folder: Path, step: int | None = None) -> Model:
-    """Opens a checkpoint and verifies its checksums; the metadata maps tied names (`names.TIED`).
+    """Opens a checkpoint and verifies its checksums; the metadata has tied names and formats (`names.TIED`, `CAST`).
 
     `folder` is a run (`step` picks the checkpoint, by default the last), a checkpoint, or any DCP folder. Only the last may
     lack checksums. Raises BadFile if there is none, a file is missing or altered, or chunks don't cover a tensor.
@@ -133,7 +142,7 @@ def open_checkpoint(folder: Path, step: int | None = None) -> Model:
         index = read_index(files)
         if files.listed is not None:
             manifest.check_step(folder, read_plain(files, index, (f"{EXTRA}.{STEP}",)).get(f"{EXTRA}.{STEP}"))
-        tied = {name: str(first) for name, first in read_plain(files, index, (f"{EXTRA}.{TIED}.",)).items()}
+        noted = read_plain(files, index, (f"{EXTRA}.{TIED}.", f"{EXTRA}.{CAST}."))
     except BadCheckpoint as error:
         raise BadFile(folder, error) from error
     tensors = []
@@ -144,7 +153,7 @@ def open_checkpoint(folder: Path, step: int | None = None) -> Model:
             except TypeError as error:
                 raise BadFile(folder / INDEX, f"{what.properties.dtype} is not a NumPy dtype: {error}", name) from error
             tensors.append(Entry(name, dtype, tuple(what.size), partial(_read, files, index, name, what)))
-    return Model(folder, tuple(tensors), tied)
+    return Model(folder, tuple(tensors), {name: str(value) for name, value in noted.items()})
 
 
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype:

@@ -37,7 +37,9 @@ from ..weights.cast_weight import CastWeight
 from ..weights.module_state import InParts, state_names
 from ..weights.state_dict import gathered, stored_parts
 from . import ranks
+from .as_used import codes_of_values
 from .conversion import Apart, split, split_weight, turned
+from .kv_scales import KVScales, kv_entries
 from .ranks import Key, Rows, gather_rows, rows_of
 from .training_state import full_tensor
 
@@ -79,9 +81,12 @@ class WeightStream(Iterator[WeightBucket]):
     def __init__(self, found: _Found, known: Layout, bucket_bytes: int, keeps: bool, sha256: bool):
         laid = {name: known.laid_out(weight) for name, weight in found.weights.items()}
         laid |= {name: [entry] for name, entry in found.others.items()}
+        contents = Contents(Path(), found.weights, found.others, kv_scales=found.kv_scales)
         units = {name: [entry for own in found.names[name] for entry in laid[own]] for name in found.names}
+        # One unit, as the scales are small.
+        units |= {"kv_scales": known.kv_laid_out(contents)} if found.kv_scales else {}
         self.shapes = {e.name: (getattr(torch, e.dtype.name), e.shape) for entries in units.values() for e in entries}
-        self.configs = known.configs(Contents(Path(), found.weights, found.others))
+        self.configs = known.configs(contents)
         self.tied = found.tied
         self._buckets = _gather(units, found, bucket_bytes, keeps, sha256)
 
@@ -94,6 +99,8 @@ def stream_weights(
     model: nn.Module,
     *,
     layout: str,
+    quantize: bool = False,
+    kv_scales: KVScales | None = None,
     bucket_bytes: int = 1 << 28,
     keep_on: Collection[int] | None = (0,),
     sha256: bool = True,
@@ -104,22 +111,26 @@ def stream_weights(
     not copied: their buckets share the model's memory.
 
     Args:
-        model: any module, whole or sharded (FSDP2, tensor or expert parallel). Names are those of its unsharded state dict;
-            weights in high precision are sent in high precision.
+        model: any module, whole or sharded (FSDP2, tensor or expert parallel). Names are those of its unsharded state dict.
         layout: "compressed-tensors", "fine-grained-fp8" (DeepSeek's), "modelopt" or "mxfp4", as in `blockfp convert`.
+        quantize: send weights of layers with weights="high_precision" as the codes that the forward multiplies, instead of
+            values. Each rank holds the codes of its shards until the stream ends.
+        kv_scales: scales of cached keys and values by the path of an attention, in the last bucket
+            (`blockfp.integrations.transformers.observe_kv`).
         bucket_bytes: largest bucket in bytes; exceeded only by a single weight with its scales.
         keep_on: ranks whose buckets hold the tensors; None for all.
         sha256: whether to compute digests, which copies GPU tensors to the host.
 
     Raises:
-        TypeError, ValueError: an argument is invalid or differs among ranks, or the layout can't hold a weight's format, shape,
-            name or scales. Nothing is sent then.
+        TypeError, ValueError: an argument is invalid or differs among ranks; the layout can't hold a weight's format, shape,
+            name or scales; or `quantize` is set and no layer has a format. Nothing is sent then.
 
     Example:
         >>> for bucket in bfp.stream_weights(model, layout="compressed-tensors"):
         ...     server.load_weights(bucket)
     """
-    return stream_apart(model, None, layout=layout, bucket_bytes=bucket_bytes, keep_on=keep_on, sha256=sha256)
+    options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "keep_on": keep_on, "sha256": sha256}
+    return stream_apart(model, None, layout=layout, quantize=quantize, kv_scales=kv_scales, **options)
 
 
 def stream_apart(
@@ -127,6 +138,8 @@ def stream_apart(
     apart: Apart | None,
     *,
     layout: str,
+    quantize: bool = False,
+    kv_scales: KVScales | None = None,
     bucket_bytes: int = 1 << 28,
     keep_on: Collection[int] | None = (0,),
     sha256: bool = True,
@@ -137,6 +150,8 @@ def stream_apart(
     ValueError.
     """
 
+    instead = codes_of_values("stream_weights", model, quantize)
+
     def checked() -> tuple[tuple[_Found, Layout], dict[str, Any], dict[str, str]]:
         if layout not in LAYOUTS:
             raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
@@ -145,9 +160,13 @@ def stream_apart(
         world = ranks.rank_and_world(None)[1]
         if keep_on is not None and not set(keep_on) <= set(range(world)):
             raise ValueError(f"keep_on must be ranks of 0..{world - 1}, got {sorted(set(keep_on))}")
-        found, known = _found(model, apart), LAYOUTS[layout]
+        found, known = _found(model, apart, instead), LAYOUTS[layout]
+        found.kv_scales.update(kv_entries(kv_scales, model, found.names))
+        known.kv_laid_out(Contents(Path(), {}, {}, kv_scales=found.kv_scales))
         _check(found, known)
-        settings = {"layout": layout, "bucket_bytes": bucket_bytes, "the number of tensors in model": len(found.names)}
+        settings = {"layout": layout, "quantize": quantize, "bucket_bytes": bucket_bytes}
+        settings |= {"the number of tensors in model": len(found.names)}
+        settings |= {"kv_scales": sorted((name, *(x.tolist() for x in pair)) for name, pair in (kv_scales or {}).items())}
         described = {f"tensor {i} of model": f"{name}, {found.describe(name)}" for i, name in enumerate(found.names)}
         return (found, known), settings, described
 
@@ -167,6 +186,7 @@ class _Found:
         tied: other names of tied tensors, with the first.
         rows: tensors gathered a bucket at a time, by the model's name and part.
         gathered: gathered tensors of the current bucket, removed when read.
+        kv_scales: scales of cached keys and values by the server's name of the attention.
         device: device for tensors that are NumPy arrays so far.
     """
 
@@ -177,6 +197,7 @@ class _Found:
     tied: dict[str, str]
     rows: dict[str, dict[str, Rows]]
     gathered: dict[Key, Tensor]
+    kv_scales: dict[str, tuple[Entry, Entry]]
     device: torch.device
 
     def describe(self, name: str) -> str:
@@ -185,8 +206,9 @@ class _Found:
         return " and ".join(f"{self.others[own].dtype} {self.others[own].shape}" for own in self.names[name])
 
 
-def _found(model: nn.Module, apart: Apart | None) -> _Found:
-    found = _Found({}, {}, {}, {}, {}, {}, {}, torch.device("cpu"))
+def _found(model: nn.Module, apart: Apart | None, instead: Mapping[int, Tensor]) -> _Found:
+    """Describes a model's tensors; `instead` has those to send in place of a parameter, by its id."""
+    found = _Found({}, {}, {}, {}, {}, {}, {}, {}, torch.device("cpu"))
     plain = model_names.plain_module(model)
     experts = [module for module in plain.modules() if isinstance(module, Experts) and module.transposed]
     lie_turned = {id(module.get_parameter(name)) for module in experts for name in quantized_names(module)}
@@ -198,13 +220,14 @@ def _found(model: nn.Module, apart: Apart | None) -> _Found:
             found.tied.update(zip(named, found.names[first[id(tensor)]], strict=True))
             continue
         first[id(tensor)] = name
+        is_turned, tensor = id(tensor) in lie_turned, instead.get(id(tensor), tensor)
         local = sharding.local_of(tensor)
         if local.is_meta:
             raise ValueError(f"{name} is on the meta device and has no values")
         device = local.device
         if isinstance(local, QuantizedTensor):
             weight, found.local[name] = (_weight(name, tensor, local, one) for one in (found, None))
-            if id(tensor) in lie_turned:
+            if is_turned:
                 if apart is None:
                     raise ValueError(
                         f"{name} {list(weight.shape)} is [experts, in, out], but servers read [experts, out, in]: use "

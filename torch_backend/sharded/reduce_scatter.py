@@ -93,45 +93,13 @@ class QuantizedReduceScatter:
         given = input_tensor.view(ranks, -1)
         sent = torch.empty((ranks, layout.size), dtype=torch.uint8, device=given.device)
         for values, part, key in zip(_split(given, layout.parts), layout.parts, keys, strict=True):
-            self._write(sent, values, part, key)
+            write_terms(sent, values, part, self.format, key)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         del sent
         for own, part in zip(_split(output_tensor.view(1, -1), layout.parts), layout.parts, strict=True):
-            terms = self._read(received, part, input_tensor.dtype)
-            total = terms[0]
-            for term in terms[1:]:
-                total.add_(term)
+            total = sum_in_order(read_terms(received, part, self.format, input_tensor.dtype))
             own.copy_((total if factor == 1 else total.mul_(factor)).view(own.shape))
-
-    def _write(self, sent: Tensor, values: Tensor, part: SentPart, key: Tensor | None) -> None:
-        """Writes one gradient's codes and scales as bytes, [ranks, elements]."""
-        ranks = len(sent)
-        if part.scales is None:
-            sent[:, part.codes : part.end].copy_(values.view(torch.uint8))
-            return
-        if not values.numel():
-            return
-        matrices = values.view(ranks, part.rows, part.columns)
-        # Codes saturate Inf; NaN survives, so that a loss scaler detects it.
-        torch.nan_to_num_(matrices, nan=torch.nan, posinf=torch.nan, neginf=torch.nan)
-        codes, scales, _ = kernels_for(matrices).quantize(matrices, self.format, key=key)
-        for place, stored in ((part.codes, codes), (part.scales, scales)):
-            content = stored.reshape(ranks, -1).view(torch.uint8)
-            sent[:, place : place + content.shape[1]].copy_(content)
-
-    def _read(self, received: Tensor, part: SentPart, dtype: torch.dtype) -> Tensor:
-        """Returns all ranks' terms of one gradient, float32 [ranks, rows, columns]."""
-        shape = (len(received), part.rows, part.columns)
-        if part.scales is None:
-            return received[:, part.codes : part.end].contiguous().view(dtype).view(shape).to(torch.float32, copy=True)
-        if not part.rows * part.columns:
-            return torch.empty(shape, dtype=torch.float32, device=received.device)
-        # Bytes between codes and scales are alignment padding.
-        size = part.rows * packed_columns(part.columns, self.format.element.bits)
-        codes = received[:, part.codes : part.codes + size].reshape(*shape[:2], -1)
-        scales = received[:, part.scales : part.end].contiguous().view(getattr(torch, self.format.scale.dtype))
-        return dequantize_parts((codes, scales.view(*shape[:2], -1)), self.format, torch.float32, part.columns)
 
     def _keys(self, reduced: Reduced, group: dist.ProcessGroup, device: torch.device) -> Sequence[Tensor | None]:
         """Returns the key of each parameter's gradient, and counts the reduction."""
@@ -160,6 +128,45 @@ class QuantizedReduceScatter:
                 f"parameter {fsdp_name(param)!r} came after quantize_reduce_scatter(model): call it on the finished model"
             )
         return number
+
+
+def write_terms(sent: Tensor, values: Tensor, part: SentPart, format: Format, key: Tensor | None) -> None:
+    """Writes one gradient's codes and scales as bytes, [ranks, elements]."""
+    ranks = len(sent)
+    if part.scales is None:
+        sent[:, part.codes : part.end].copy_(values.view(torch.uint8))
+        return
+    if not values.numel():
+        return
+    matrices = values.view(ranks, part.rows, part.columns)
+    # Codes saturate Inf; NaN survives, so that a loss scaler detects it.
+    torch.nan_to_num_(matrices, nan=torch.nan, posinf=torch.nan, neginf=torch.nan)
+    codes, scales, _ = kernels_for(matrices).quantize(matrices, format, key=key)
+    for place, stored in ((part.codes, codes), (part.scales, scales)):
+        content = stored.reshape(ranks, -1).view(torch.uint8)
+        sent[:, place : place + content.shape[1]].copy_(content)
+
+
+def read_terms(received: Tensor, part: SentPart, format: Format, dtype: torch.dtype) -> Tensor:
+    """Returns all ranks' terms of one gradient, float32 [ranks, rows, columns]."""
+    shape = (len(received), part.rows, part.columns)
+    if part.scales is None:
+        return received[:, part.codes : part.end].contiguous().view(dtype).view(shape).to(torch.float32, copy=True)
+    if not part.rows * part.columns:
+        return torch.empty(shape, dtype=torch.float32, device=received.device)
+    # Bytes between codes and scales are alignment padding.
+    size = part.rows * packed_columns(part.columns, format.element.bits)
+    codes = received[:, part.codes : part.codes + size].reshape(*shape[:2], -1)
+    scales = received[:, part.scales : part.end].contiguous().view(getattr(torch, format.scale.dtype))
+    return dequantize_parts((codes, scales.view(*shape[:2], -1)), format, torch.float32, part.columns)
+
+
+def sum_in_order(terms: Tensor) -> Tensor:
+    """Returns the sum of the ranks' terms in rank order; overwrites the first."""
+    total = terms[0]
+    for term in terms[1:]:
+        total.add_(term)
+    return total
 
 
 def quantize_reduce_scatter(

@@ -18,6 +18,7 @@ from ..quantized_tensor.geometry import COPIED
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..sharded.quantize import WeightShard, quantize_weights
 from ..sharded.rank_plan import Quantization, weight_quantization
+from .cast_weight import CastWeight
 
 
 def requantize_(params: Sequence[Tensor], values: Sequence[Tensor], *, keys: Sequence[Key | None] | None = None) -> None:
@@ -37,6 +38,28 @@ def requantize_(params: Sequence[Tensor], values: Sequence[Tensor], *, keys: Seq
     for q, _ in shards:
         q.initial = None
     note_written([q for q, _ in shards])
+
+
+def quantized_as_used(params: Sequence[Tensor]) -> list[Tensor]:
+    """Returns high-precision parameters (`CastWeight`) as their codes in the forward, placed alike; collective.
+
+    Each rank quantizes its shard with the scales of the whole, as FSDP2's gather does. All ranks that hold a shard must pass
+    the parameters in the same order, even if their shard is empty.
+    """
+    locals = [sharding.local_of(param) for param in params]
+    shards = []
+    for param, local in zip(params, locals, strict=True):
+        assert isinstance(local, CastWeight)
+        step, groups = quantization_of(param, local)
+        shards.append(WeightShard(local.values.detach(), step, groups, name_of(local.dtype)))
+    with torch.no_grad():
+        made = [
+            QuantizedTensor.from_parts(
+                *parts, format=shard.step.format, columns=local.shape[-1], dtype=local.dtype, origin=shard.step.origins[0]
+            )
+            for local, shard, parts in zip(locals, shards, quantize_weights(shards), strict=True)
+        ]
+    return [sharding.placed(param, q) for param, q in zip(params, made, strict=True)]
 
 
 def note_written(tensors: Iterable[Tensor]) -> None:
@@ -78,7 +101,9 @@ def check_writable(local: QuantizedTensor) -> None:
         raise ValueError(f"params: {COPIED}")
 
 
-def quantization_of(param: Tensor, local: QuantizedTensor, stochastic: bool = False) -> tuple[Quantization, dict[str, str]]:
+def quantization_of(
+    param: Tensor, local: QuantizedTensor | CastWeight, stochastic: bool = False
+) -> tuple[Quantization, dict[str, str]]:
     """Returns how this rank's shard is quantized, and the process group of each mesh axis that it reduces over.
 
     Raises ValueError if the local tensor's origin contradicts the parameter's sharding.
@@ -86,11 +111,10 @@ def quantization_of(param: Tensor, local: QuantizedTensor, stochastic: bool = Fa
     lies = sharding.sharding_of(param)
     region = sharding.region_of(param, lies)
     # A plain tensor may be a part of a whole that only its geometry records.
-    origin = local.origin if sharding.mesh_of(param) is None else region.origin
-    if local.origin != origin and not region.empty:
-        raise ValueError(
-            f"a parameter placed as {lies} begins at {region.origin} on this rank, but its local tensor at {local.origin}"
-        )
+    own = local.origin if isinstance(local, QuantizedTensor) else region.origin
+    origin = own if sharding.mesh_of(param) is None else region.origin
+    if own != origin and not region.empty:
+        raise ValueError(f"a parameter placed as {lies} begins at {region.origin} on this rank, but its local tensor at {own}")
     step = weight_quantization(local.format, lies, sharding.rank_in(param, lies), stochastic)
     if origin != step.origins[0]:
         step = step._replace(origins=(origin,))

@@ -71,10 +71,15 @@ def scheme(format: Format) -> Scheme | None:
     return None
 
 
+_KV = Format.parse("fp8_e4m3")
+"""The format of cached keys and values."""
+
+
 class CompressedTensors(Layout):
     """Weights in compressed-tensors' entries, and "quantization_config" in config.json."""
 
     name = "compressed-tensors"
+    kv_per_head = True
 
     def problem(self, weight: Weight) -> str | None:
         known = scheme(weight.format)
@@ -113,7 +118,11 @@ class CompressedTensors(Layout):
 
     def configs(self, model: Contents) -> dict[str, dict[str, Any]]:
         schemes = {name: known for name, weight in model.weights.items() if (known := scheme(weight.format))}
-        return {"config.json": {"quantization_config": _config(schemes)}}
+        kv, known = None, scheme(_KV)
+        assert known is not None
+        for scale, _ in model.kv_scales.values():
+            kv = {**known.weights, "strategy": "attn_head" if len(scale.shape) > 1 else "tensor"}
+        return {"config.json": {"quantization_config": {**_config(schemes), "kv_cache_scheme": kv}}}
 
 
 def _inverse(tensor_scale: Tensor) -> np.ndarray:
@@ -147,7 +156,6 @@ def _config(schemes: dict[str, Scheme]) -> dict[str, Any]:
             for i, (known, targets) in enumerate(groups)
         },
         "ignore": [],
-        "kv_cache_scheme": None,
     }
 
 

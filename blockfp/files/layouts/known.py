@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 
@@ -42,17 +44,43 @@ def in_formats_of(known: Layout, model: Contents, done: Requantized) -> Contents
     return Contents(model.path, weights, others, model.masters, [*model.left_out, *left_out])
 
 
+def quantized_as_used(model: Contents, known: Layout | None) -> Contents:
+    """Returns a model with `casts` applied: these tensors are quantized when they are read, as its forward quantizes them.
+
+    Raises BadFile, when reading, if the layout (None: blockfp's) can't hold the scales.
+    """
+    values = {name: replace(model.others[name], name=name) for name in model.casts}
+    made = {name: _made(known, model.path, each, model.casts[name], each.read) for name, each in values.items()}
+    others = {name: tensor for name, tensor in model.others.items() if name not in made}
+    return replace(model, weights={**model.weights, **made}, others=others, casts={})
+
+
 def _requantized(known: Layout, model: Contents, weight: Weight, done: Requantized) -> Weight:
-    format = known.nearest(weight.format)
+    def noted(values: np.ndarray, q: QuantizedArray) -> None:
+        done(weight, values, q)
+
+    return _made(known, model.path, weight, known.nearest(weight.format), weight.values, noted)
+
+
+def _made(
+    known: Layout | None,
+    path: Path,
+    what: Weight | Tensor,
+    format: Format,
+    read_values: Callable[[], np.ndarray],
+    done: Callable[[np.ndarray, QuantizedArray], None] = lambda values, q: None,
+) -> Weight:
+    """Returns a weight that is quantized when it is read."""
 
     @cache
     def made() -> QuantizedArray:
-        values = weight.values()
+        values = read_values()
         q = quantize(values, format)
         parts = [np.asarray(part) for part in (q.codes, q.scales, q.tensor_scale) if part is not None]
-        if problem := known.trouble(_weight(weight, format, [lambda part=part: part for part in parts])):
-            raise BadFile(model.path, problem, weight.name)
-        done(weight, values, q)
+        held = _weight(what, format, [lambda part=part: part for part in parts])
+        if known is not None and (problem := known.trouble(held)):
+            raise BadFile(path, problem, what.name)
+        done(values, q)
         return q
 
     def part(of: Callable[[QuantizedArray], np.ndarray | None], last: bool) -> Callable[[], np.ndarray]:
@@ -67,10 +95,10 @@ def _requantized(known: Layout, model: Contents, weight: Weight, done: Requantiz
 
     count = 3 if format.scale.two_level else 2
     of = (lambda q: q.codes, lambda q: q.scales, lambda q: q.tensor_scale)
-    return _weight(weight, format, [part(which, i == count - 1) for i, which in enumerate(of[:count])])
+    return _weight(what, format, [part(which, i == count - 1) for i, which in enumerate(of[:count])])
 
 
-def _weight(weight: Weight, format: Format, read: Sequence[Callable[[], np.ndarray]]) -> Weight:
+def _weight(weight: Weight | Tensor, format: Format, read: Sequence[Callable[[], np.ndarray]]) -> Weight:
     """Returns a weight in another format whose parts are computed by `read`."""
     _, *entries = quantized_entries(weight.name, weight.shape, weight.dtype, format)
     tensors = [Tensor(weight.name, entry.dtype, entry.shape, get) for entry, get in zip(entries, read, strict=True)]

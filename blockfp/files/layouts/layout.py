@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,13 @@ class Layout(ABC):
 
     Attributes:
         name: its name in the `blockfp` command.
+        kv_names: names of an attention's scales of cached keys and values, after the attention's; () if readers know none.
+        kv_per_head: whether such a scale may be one for each head.
     """
 
     name: str
+    kv_names: tuple[str, ...] = ("k_scale", "v_scale")
+    kv_per_head: bool = False
 
     @abstractmethod
     def problem(self, weight: Weight) -> str | None:
@@ -49,6 +54,21 @@ class Layout(ABC):
     @abstractmethod
     def configs(self, model: Contents) -> dict[str, dict[str, Any]]:
         """Returns the contents of the folder's JSON files, by file name."""
+
+    def kv_laid_out(self, model: Contents) -> list[Tensor]:
+        """Returns the entries of `model.kv_scales`; raises ValueError if readers don't know them."""
+        found = []
+        for attention, scales in model.kv_scales.items():
+            if not self.kv_names:
+                raise ValueError(f"kv_scales: {self.name} has no scales of keys and values")
+            for name, scale in zip(self.kv_names, scales, strict=True):
+                if len(scale.shape) > 1 and not self.kv_per_head:
+                    raise ValueError(
+                        f"kv_scales: {self.name} has one scale for all heads, got {scale.elements} for {attention}: take "
+                        "scales(per='tensor')"
+                    )
+                found.append(replace(scale, name=f"{attention}.{name}"))
+        return found
 
     def trouble(self, weight: Weight) -> str | None:
         """Returns why the layout can't hold the values of these scales, or None; reads the scales."""
@@ -96,6 +116,7 @@ def write_layout(known: Layout, model: Contents, folder: Path, file_bytes: int |
         if not weight.made and (problem := known.trouble(weight)):
             raise BadFile(model.path, problem, name)
         tensors |= {tensor.name: tensor for tensor in known.laid_out(weight)}
+    tensors |= {tensor.name: tensor for tensor in known.kv_laid_out(model)}
     path = folder / "model.safetensors"
     saving.entries_of(path, tensors)
     configs = {name: {**_beside(model.path, name), **content} for name, content in known.configs(model).items()}

@@ -18,6 +18,7 @@ class ModelOpt(Layout):
     """NVFP4 codes, scales and tensor scales."""
 
     name = "modelopt"
+    kv_names = ("k_proj.k_scale", "v_proj.v_scale")
 
     def problem(self, weight: Weight) -> str | None:
         if not weight.format.scale.two_level:
@@ -37,8 +38,12 @@ class ModelOpt(Layout):
 
     def configs(self, model: Contents) -> dict[str, dict[str, Any]]:
         ignored = unquantized_layers(model)
-        told = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": ignored}
+        kv = "FP8" if model.kv_scales else None
+        told = {"quant_algo": "NVFP4", "kv_cache_quant_algo": kv, "group_size": 16, "exclude_modules": ignored}
+        config: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ignored}
+        if kv:
+            config["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
         return {
             "hf_quant_config.json": {"producer": {"name": "modelopt"}, "quantization": told},
-            "config.json": {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ignored}},
+            "config.json": {"quantization_config": config},
         }

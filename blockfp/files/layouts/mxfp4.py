@@ -19,6 +19,7 @@ class MXFP4(Layout):
     """MXFP4 codes in blocks of 16 bytes, and their scales."""
 
     name = "mxfp4"
+    kv_names = ()
 
     def problem(self, weight: Weight) -> str | None:
         if weight.format.element is not E2M1 or not weight.format.scale.e8m0:
