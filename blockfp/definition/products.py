@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from array_api_compat import array_namespace
 
@@ -312,67 +312,88 @@ def product(
     Raises:
         ValueError: the summation has no such operands.
     """
-    summation = _named(summation)
-    left, right = (_side(x, summation) for x in (a, b))
-    xp, k = array_namespace(a.codes), left.terms.digits.shape[-1]
-    if right.terms.digits.shape[-1] != k:
-        raise ValueError(f"a and b must have rows of one length, got {k} and {right.terms.digits.shape[-1]}")
+    summation = named(summation)
+    left, right = sides(a, b, summation)
+    xp, (of_a, of_b) = array_namespace(a.codes), (left.terms(), right.terms())
     shape = (*a.codes.shape[:-1], b.codes.shape[-2])
     zero = xp.zeros(shape, dtype=xp.int32, **layout.on_device_of(a.codes))
     one, negative_zero = zero + bits.ONE, zero | bits.SIGN
-    of_parts = left.of_parts or right.of_parts
-    if summation.promotion is None:
-        inner = None if summation.scale_block is None else (left.scales, right.scales)
-        total = accumulate(left.terms, right.terms, zero, summation, inner)
+    if summation.scale_block is not None:
+        total = accumulate(
+            of_a, of_b, zero, summation, [terms_of_scales(x.scales, y.format) for x, y in ((left, a), (right, b))]
+        )
+    elif summation.promotion is None:
+        total = accumulate(of_a, of_b, zero, summation)
     else:
-        total = zero
-        for index, start in enumerate(range(0, k, summation.promotion)):
-            of_left, of_right = (side.terms.part(start, start + summation.promotion) for side in (left, right))
-            sums = accumulate(of_left, of_right, zero, summation)
+        total, of_parts = zero, left.of_parts or right.of_parts
+        scales = [bits.from_float(x.scales) for x in (left, right)]
+        for index, start in enumerate(range(0, left.codes.shape[-1], summation.promotion)):
+            stop = start + summation.promotion
+            sums = accumulate(of_a.part(start, stop), of_b.part(start, stop), zero, summation)
             factor = one
             if of_parts:
-                of_a, of_b = (side.scales[..., min(index, side.scales.shape[-1] - 1)] for side in (left, right))
-                factor = wide.multiply_add(of_a[..., :, None], of_b[..., None, :], negative_zero)
+                scale_a, scale_b = (x[..., min(index, x.shape[-1] - 1)] for x in scales)
+                factor = wide.multiply_add(scale_a[..., :, None], scale_b[..., None, :], negative_zero)
             total = wide.multiply_add(factor, sums, total)
-    if summation.scale_block is None and not of_parts:
-        for side in (left, right):
-            total = wide.multiply_add(total, zero + side.scales, negative_zero)
+    if summation.scale_block is None and not (left.of_parts or right.of_parts):
+        for each in (left, right):
+            total = wide.multiply_add(total, zero + bits.from_float(each.scales), negative_zero)
     for other in (None if bias is None else bias[..., None, :], addend):
         if other is not None:
             total = wide.multiply_add(total, one, zero + bits.from_float(other))
     return bits.to_float(total, dtype)
 
 
-class _Side(NamedTuple):
-    terms: Terms
-    scales: Any  # fp32 bits [.., rows, parts of k] or [.., 1, 1]; Terms [.., rows, blocks] for a unit that takes scales
-    of_parts: bool  # whether scales multiply the sums of a part of k or of a row
+class Side(NamedTuple):
+    """One operand as a matrix unit reads it.
+
+    Attributes:
+        codes: uint8, one code per element, or bfloat16 or float16 values.
+        kind: name of the element or dtype.
+        scales: of rows or blocks repeated for each row: float32 [.., rows, parts of k], or E8M0 bytes [.., rows, blocks] for a
+            unit that takes scales; otherwise one float32 for all.
+        of_parts: whether scales multiply the sums of a part of k or of a row.
+    """
+
+    codes: Array
+    kind: str
+    scales: Array
+    of_parts: bool = False
+
+    def terms(self) -> Terms:
+        """Takes the codes apart."""
+        return terms_of_codes(self.codes, ELEMENTS[self.kind]) if self.kind in ELEMENTS else terms_of_values(self.codes)
 
 
-def _side(x: Operand, summation: Summation) -> _Side:
-    """Takes one operand apart; raises ValueError if the summation doesn't take it."""
+def side(x: Operand, summation: Summation) -> Side:
+    """Lays out one operand for a matrix unit; raises ValueError if the summation doesn't take it."""
     xp, format = array_namespace(x.codes), x.format
     kind = bits.dtype_name(x.codes) if format is None else format.element.name
-    block = None if format is None else format.block
     if kind not in summation.elements:
         fitting = [name for name, other in SUMMATIONS.items() if kind in other.elements]
         raise ValueError(f"{summation} multiplies {', '.join(summation.elements)}, not {kind}; these do: {', '.join(fitting)}")
     if format is None:
-        scales = xp.ones((1, 1), dtype=xp.float32, **layout.on_device_of(x.codes)) if x.scales is None else x.scales
-        return _Side(terms_of_values(x.codes), bits.from_float(xp.reshape(scales, (1, 1))), False)
-    element, rows = format.element, x.codes.shape[-2]
-    terms = terms_of_codes(layout.unpack(x.codes, element.bits, x.codes.shape[-1] * 8 // element.bits), element)
+        one = xp.ones((1, 1), dtype=xp.float32, **layout.on_device_of(x.codes))
+        return Side(x.codes, kind, one if x.scales is None else xp.reshape(x.scales, (1, 1)))
+    element, block, rows = format.element, format.block, x.codes.shape[-2]
+    codes = layout.unpack(x.codes, element.bits, x.codes.shape[-1] * 8 // element.bits)
     if summation.scale_block is not None:
         if block is None or block[1] != summation.scale_block or format.scale.two_level:
             raise ValueError(f"{summation} takes E8M0 scales of {summation.scale_block} elements, not {format}")
-        return _Side(terms, terms_of_scales(layout.repeat_scales(x.scales, block[0], rows), format), False)
-    if format.scale.dtype != "float32" or (block is not None and not _promoted(format, summation)):
+    elif format.scale.dtype != "float32" or (block is not None and not _promoted(format, summation)):
         fits = f"blocks of {summation.promotion}, rows or the tensor" if summation.promotion else "the tensor"
         raise ValueError(f"{summation} takes float32 scales of {fits}, not {format}")
-    scales = bits.from_float(x.scales)
     if block is None:
-        return _Side(terms, scales, False)
-    return _Side(terms, layout.repeat_scales(scales, block[0], rows), True)
+        return Side(codes, kind, x.scales)
+    return Side(codes, kind, layout.repeat_scales(x.scales, block[0], rows), summation.scale_block is None)
+
+
+def sides(a: Operand, b: Operand, summation: Summation) -> tuple[Side, Side]:
+    """Lays out both operands; raises ValueError if they have different lengths, or the summation doesn't take them."""
+    left, right = side(a, summation), side(b, summation)
+    if left.codes.shape[-1] != right.codes.shape[-1]:
+        raise ValueError(f"a and b must have rows of one length, got {left.codes.shape[-1]} and {right.codes.shape[-1]}")
+    return left, right
 
 
 def _promoted(format: Format, summation: Summation) -> bool:
@@ -381,9 +402,10 @@ def _promoted(format: Format, summation: Summation) -> bool:
     return summation.promotion is not None and (format.per_row or format.block[1] == summation.promotion)
 
 
-def terms_of_scales(scales: Array, format: Format) -> Terms:
+def terms_of_scales(scales: Array, format: Format | None) -> Terms:
     """Takes one-byte scales apart: powers of two, or E4M3."""
     xp = array_namespace(scales)
+    assert format is not None
     if not format.scale.e8m0:
         return terms_of_codes(scales, E4M3)
     stored = xp.astype(scales, xp.int32)
@@ -391,7 +413,8 @@ def terms_of_scales(scales: Array, format: Format) -> Terms:
     return Terms(one, stored - 127, one, stored == format.scale.nan_code, None, 0)
 
 
-def _named(summation: Summation | str) -> Summation:
+def named(summation: Summation | str) -> Summation:
+    """Returns the summation of a name; raises ValueError for an unknown one."""
     if isinstance(summation, Summation):
         return summation
     if summation not in SUMMATIONS:
