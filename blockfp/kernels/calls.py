@@ -10,7 +10,8 @@ from functools import cache, lru_cache
 from typing import Any, Literal, NamedTuple
 
 from ..definition import bits, checks, groups, layout
-from ..definition.products import SUMMATIONS, Side, Summation
+from ..definition.matrix_units import SUMMATIONS, Summation
+from ..definition.products import Side
 from ..formats import Format
 
 # The numbers of kernels/include/blockfp/elements.h, scales.h and dtypes.h.

@@ -19,10 +19,11 @@ import ml_dtypes
 import numpy as np
 from array_api_compat import is_torch_array
 
-from ..definition import bits, checks, products
+from ..definition import bits, checks, matrix_units, products
 from ..definition.bits import Array
+from ..definition.matrix_units import Summation
 from ..definition.numerics import Amax, Origin, Quantized, check_members
-from ..definition.products import Operand, Summation
+from ..definition.products import Operand
 from ..definition.rounding import WIDE, Key, key_words
 from ..formats import Format
 from . import calls, reused_memory
@@ -209,7 +210,7 @@ def product(
     Raises:
         ValueError: the summation has no such operands, or only the definition has the summation.
     """
-    summation, arrays = products.named(summation), _arrays_of(a.codes)
+    summation, arrays = matrix_units.named(summation), _arrays_of(a.codes)
     left, right = products.sides(a, b, summation)
     call = calls.product_arrays(left, right, summation)
     one, absent = arrays.full((1, 1), 1), arrays.full((0,), 0)

@@ -127,7 +127,7 @@ struct StepJob {
 };
 
 // A product of operands that were taken apart: sign * digits, the kind and the exponent of every element, as
-// blockfp/definition/products.py describes them.
+// blockfp/definition/matrix_units.py describes them.
 struct ProductJob {
   static constexpr int kColumns = 32, kRows = 32;           // of the result, in one task
   static constexpr uint8_t kZero = 1, kInfinite = 2, kNan = 3, kNegative = 4;  // kinds; 0 is a finite number

@@ -4,7 +4,7 @@
 //       a [m, k], b [n, k]: unpacked codes of an element (kId of elements.h), or bfloat16 (6) or float16 (7).
 //       scales: float32 [rows, parts of k], or one for all. powers: E8M0 bytes [rows, k / length] that the matrix unit itself
 //       applies. bias [n], addend [m, n]: float32. An absent array has no elements. out: float32 [m, n].
-//       length, fraction, mantissa, floor, promotion: of the Summation (blockfp/definition/products.py); promotion 0: none.
+//       length, fraction, mantissa, floor, promotion: of the Summation (blockfp/definition/matrix_units.py); promotion 0: none.
 //       of_parts: whether scales multiply sums of parts of k.
 #include <tvm/ffi/tvm_ffi.h>
 

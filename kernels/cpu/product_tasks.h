@@ -1,4 +1,4 @@
-// Products with the bits of a matrix unit (blockfp/definition/products.py): 32 columns of one row at a time.
+// Products with the bits of a matrix unit (blockfp/definition/matrix_units.py): 32 columns of one row at a time.
 //
 // A product of digits times a power of two is an fp32 number whose conversion to an integer truncates it, which is what the unit
 // does to each term. Sums of up to 16 terms fit in 32 bits, and everything after them is exact in float64.

@@ -8,7 +8,8 @@ import torch
 from hopper_products import KINDS, PAIRS, columns_of_groups, operand, same_bits, values
 
 from blockfp.definition import numerics
-from blockfp.definition.products import SUMMATIONS, Operand, product
+from blockfp.definition.matrix_units import SUMMATIONS
+from blockfp.definition.products import Operand, product
 from blockfp.formats import FORMATS, Format
 from blockfp.kernels import calls, native
 
