@@ -10,6 +10,8 @@ from functools import cache, lru_cache
 from typing import Any, Literal, NamedTuple
 
 from ..definition import bits, checks, groups, layout
+from ..definition.matrix_units import SUMMATIONS, Summation
+from ..definition.products import Side
 from ..formats import Format
 
 # The numbers of kernels/include/blockfp/elements.h, scales.h and dtypes.h.
@@ -69,6 +71,10 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("ndim", *_FORMAT, "largest_bits", "eps_bits", "transposed", "rotated"),
     ),
     "dequantize_arrays": (("out",), ("ndim", *_FORMAT, "row", "column")),
+    "product_arrays": (
+        ("out",),
+        ("a_element", "b_element", "length", "fraction", "mantissa", "floor", "promotion", "of_parts"),
+    ),
 }
 """The names of arrays behind the inputs, and of numbers, of each function. "cpu." stands before those that the CPU library
 has under the name of one of the CUDA library."""
@@ -359,3 +365,23 @@ def quantize_arrays(
     return describe(
         "quantize_arrays", made, format, ndim=len(shape), transposed=int(transposed), rotated=int(rotated), **numbers
     )
+
+
+_FACTORS = ELEMENTS | {"bfloat16": 6, "float16": 7}
+"""Numbers of what a product multiplies: kernels/cpu/product.cc."""
+
+
+def sums_here(summation: Summation) -> bool:
+    """Returns whether the CPU library has a summation. It has no fused multiply-adds in order and no units of FP4 alone."""
+    return summation.fraction is not None and summation.group == 1
+
+
+def product_arrays(a: Side, b: Side, summation: Summation) -> Call:
+    """Describes a @ b^T with defined bits, of [m, k] and [n, k]; raises ValueError for a summation of the definition alone."""
+    if not sums_here(summation):
+        here = ", ".join(name for name, one in SUMMATIONS.items() if sums_here(one))
+        raise ValueError(f"the CPU library doesn't have {summation}, but {here}; definition.products has all")
+    fields = {name: getattr(summation, name) for name in ("length", "fraction", "mantissa", "floor")}
+    numbers = {"a_element": _FACTORS[a.kind], "b_element": _FACTORS[b.kind], "promotion": summation.promotion or 0}
+    made = {"out": ((a.codes.shape[0], b.codes.shape[0]), "float32")}
+    return describe("product_arrays", made, **numbers, **fields, of_parts=int(a.of_parts or b.of_parts))

@@ -19,9 +19,11 @@ import ml_dtypes
 import numpy as np
 from array_api_compat import is_torch_array
 
-from ..definition import bits, checks
+from ..definition import bits, checks, matrix_units, products
 from ..definition.bits import Array
+from ..definition.matrix_units import Summation
 from ..definition.numerics import Amax, Origin, Quantized, check_members
+from ..definition.products import Operand
 from ..definition.rounding import WIDE, Key, key_words
 from ..formats import Format
 from . import calls, reused_memory
@@ -48,6 +50,7 @@ _cpu = Library(
     _find,
     (
         *("amax", "quantize", "dequantize", "rotate", "adamw", "amax_arrays", "quantize_arrays", "dequantize_arrays"),
+        "product_arrays",
         *("instruction_sets", "instruction_set", "use_instruction_set", "set_threads"),
     ),
 )
@@ -193,6 +196,32 @@ def rotate(x: Array) -> Array:
     return out
 
 
+def product(
+    a: Operand,
+    b: Operand,
+    summation: Summation | str,
+    *,
+    dtype: str = "float32",
+    bias: Array | None = None,
+    addend: Array | None = None,
+) -> Array:
+    """Multiplies NumPy arrays or CPU tensors of two axes with the bits of a matrix unit; see `products.product`.
+
+    Raises:
+        ValueError: the summation has no such operands, or only the definition has the summation.
+    """
+    summation, arrays = matrix_units.named(summation), _arrays_of(a.codes)
+    left, right = products.sides(a, b, summation)
+    call = calls.product_arrays(left, right, summation)
+    one, absent = arrays.full((1, 1), 1), arrays.full((0,), 0)
+    inner = summation.scale_block is not None
+    scales = (one, one, left.scales, right.scales) if inner else (left.scales, right.scales, absent, absent)
+    others = [absent if x is None else bits.to_float(bits.from_float(x), "float32") for x in (bias, addend)]
+    inputs = [arrays.contiguous(x) for x in (left.codes, right.codes, *scales, *others)]
+    out = _carry_out(call, arrays, *inputs)["out"]
+    return out if dtype == "float32" else bits.to_float(bits.from_float(out), dtype)
+
+
 def adamw(table: np.ndarray, on: Any = None) -> None:
     """Takes AdamW steps in place, of a table of `step_table.pack`; see `adamw.update`. `on` is for GPUs (`cuda.adamw`).
 
@@ -229,6 +258,9 @@ class _NumPy:
             if memory is not None:
                 return memory.view(_NUMPY_DTYPES[dtype]).reshape(shape)
         return np.empty(shape, _NUMPY_DTYPES[dtype])
+
+    def full(self, shape, value: float) -> np.ndarray:
+        return np.full(shape, value, np.float32)
 
     def contiguous(self, x: np.ndarray) -> np.ndarray:
         return self.lend(np.ascontiguousarray(x))
@@ -271,6 +303,10 @@ class _Torch:
                 empty: Any = self._empty(0, dtype=self._dtypes[dtype])
                 return empty.set_(self._from_numpy(memory).untyped_storage(), 0, shape)
         return self._empty(shape, dtype=self._dtypes[dtype])
+
+    def full(self, shape, value: float) -> Any:
+        made = self._empty(shape, dtype=self._dtypes["float32"])
+        return made.fill_(value)
 
     def contiguous(self, x: Any) -> Any:
         return self.lend(x.contiguous())

@@ -155,8 +155,13 @@ def _lower(context, *operands, call: _Call):
     exported = context.module_context.lowering_parameters.for_export
     if not call.asked and (exported or not _on_one_device(context.module_context.axis_context)):
         return _lower_definition(context, *operands, call=call)
-    attributes = {name: np.int64(value) for name, value in call.described(context.avals_in[0]).numbers.items()}
-    return jax.ffi.ffi_lowering(_register(call.operation))(context, *operands, **attributes)
+    return lower_to_library(call.operation, context, operands, call.described(context.avals_in[0]))
+
+
+def lower_to_library(operation: str, context, operands, described: calls.Call):
+    """Lowers an operation to the library's function for arrays."""
+    attributes = {name: np.int64(value) for name, value in described.numbers.items()}
+    return jax.ffi.ffi_lowering(_register(operation))(context, *operands, **attributes)
 
 
 def _on_one_device(axes) -> bool:

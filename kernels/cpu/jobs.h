@@ -126,6 +126,29 @@ struct StepJob {
   uint32_t first_key[2], second_key[2];
 };
 
+// A product of operands that were taken apart: sign * digits, the kind and the exponent of every element, as
+// blockfp/definition/matrix_units.py describes them.
+struct ProductJob {
+  static constexpr int kColumns = 32, kRows = 32;           // of the result, in one task
+  static constexpr uint8_t kZero = 1, kInfinite = 2, kNan = 3, kNegative = 4;  // kinds; 0 is a finite number
+
+  int64_t m, n, k;
+  int length, fraction, mantissa, floor, promotion;         // of the Summation; promotion 0: never
+  // a [m, k]; b [tasks of columns, k, kColumns], zeros beyond n.
+  const float *a_digits, *b_digits;
+  const int16_t *a_exponents, *b_exponents;
+  const uint8_t *a_kinds, *b_kinds;
+  const uint8_t *a_special, *b_special;                     // whether a row of a, or the columns of a task, have infinities or NaN
+  bool of_parts;                                            // whether scales multiply the sums of a part of k, or the whole
+  const float *a_scales, *b_scales;
+  int64_t a_row, a_part, b_row, b_part;                     // strides of the scales
+  const float *bias, *addend;                               // [n], [m, n], or null
+  float* out;
+
+  BLOCKFP_HD int64_t column_tasks() const { return (n + kColumns - 1) / kColumns; }
+  BLOCKFP_HD int64_t tasks() const { return column_tasks() * ((m + kRows - 1) / kRows); }
+};
+
 // Tasks run in any order, on any thread. `scratch` has Scratch::bytes of the tiling, 64-byte aligned. `next` is this thread's
 // following task; if there is none, it is at least the number of tasks.
 struct Kernels {
@@ -136,6 +159,7 @@ struct Kernels {
   void (*dequantize)(const DequantizeJob&, int64_t task, void* scratch);
   void (*rotate)(const RotateJob&, int64_t row);
   void (*step)(const StepJob&, int64_t task, int64_t next, void* scratch);
+  void (*product)(const ProductJob&, int64_t task);
 };
 
 // The parts of a task's scratch memory.

@@ -6,6 +6,7 @@
 #include "blockfp/dispatch.h"
 #include "blockfp/hadamard.h"
 #include "dequantize_tasks.h"
+#include "product_tasks.h"
 #include "quantize_tasks.h"
 
 namespace blockfp {
@@ -85,7 +86,7 @@ void step(const StepJob& job, int64_t task, int64_t next, void* scratch) {
 }
 
 extern const Kernels kernels;
-const Kernels kernels = {BLOCKFP_ISA_NAME, tensor_amax, block_amax, quantize, dequantize, rotate, step};
+const Kernels kernels = {BLOCKFP_ISA_NAME, tensor_amax, block_amax, quantize, dequantize, rotate, step, product};
 
 }  // namespace BLOCKFP_ISA
 }  // namespace blockfp

@@ -1,7 +1,7 @@
 """Sums of matrix units against mmasim, an independent model of the instructions that was held against the devices.
 
 Every instruction of mmasim that multiplies FP8, FP6, FP4, bfloat16 or float16 into fp32, of the generations that have a
-`Summation`. `python tests/clients/test_mmasim.py SUMS` compares that many sums of each summation.
+`Summation`. `python tests/clients/test_mmasim.py SUMS [SUMMATION ..]` compares that many sums of each.
 """
 
 import sys
@@ -15,8 +15,8 @@ import torch
 from mmasim.nv_ptx import MMA, WGMMA, MMABlockScale, TCGen05MMA, TCGen05MMABlockScale
 
 from blockfp.definition.bits import NAN
-from blockfp.definition.products import SUMMATIONS, accumulate, terms_of_codes, terms_of_scales, terms_of_values
-from blockfp.formats import ELEMENTS, Format
+from blockfp.definition.matrix_units import SUMMATIONS, accumulate, terms_of_codes, terms_of_powers, terms_of_values
+from blockfp.formats import E4M3, ELEMENTS
 
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 HALF = {"bf16": (torch.bfloat16, ml_dtypes.bfloat16), "f16": (torch.float16, np.float16)}
@@ -131,8 +131,8 @@ def differing(one, rng):
     scales = [rng.integers(low, high, (lines, k // summation.scale_block)).astype(np.uint8) for lines in (m, n)]
     kind = torch.float8_e4m3fn if e4m3 else torch.float8_e8m0fnu
     want = simulated(*given, torch.from_numpy(scales[0]).view(kind), torch.from_numpy(scales[1]).T.contiguous().view(kind))
-    format = Format.parse("nvfp4" if e4m3 else "mxfp4_e2m1")
-    return compared(want, accumulate(*terms, c.view(np.int32), summation, tuple(terms_of_scales(x, format) for x in scales)))
+    of_scales = [terms_of_codes(x, E4M3) if e4m3 else terms_of_powers(x) for x in scales]
+    return compared(want, accumulate(*terms, c.view(np.int32), summation, of_scales))
 
 
 def compared(want, got):
@@ -162,12 +162,22 @@ def test_sees_a_wrong_number_of_bits(change, monkeypatch):
     assert sum(differing(one, rng)[0] for _ in range(8)) > 0
 
 
+def count(summation, sums):
+    """Compares random sums of all instructions of a summation, with more columns than the tests where there are."""
+    own = [one for one in INSTRUCTIONS if one.summation == summation]
+    total = wrong = seed = 0
+    while total < sums:
+        one = own[seed % len(own)]
+        if one.kind is not MMA and one.kind is not MMABlockScale:
+            one = one._replace(name=one.name.replace("n8k", "n64k"))
+        bad, compared_now, first = differing(one, np.random.default_rng(seed))
+        if bad:
+            print(f"{one.name}, seed {seed}: {first}")
+        if total // 10**7 != (total + compared_now) // 10**7:
+            print(f"{summation}: {wrong + bad} of {total + compared_now} sums differ", flush=True)
+        total, wrong, seed = total + compared_now, wrong + bad, seed + 1
+
+
 if __name__ == "__main__":
-    for summation in sorted({one.summation for one in INSTRUCTIONS}):
-        own, total, wrong, seed = [one for one in INSTRUCTIONS if one.summation == summation], 0, 0, 0
-        while total < int(float(sys.argv[1])):
-            bad, count, first = differing(own[seed % len(own)], np.random.default_rng(seed))
-            total, wrong, seed = total + count, wrong + bad, seed + 1
-            if bad:
-                print(summation, own[(seed - 1) % len(own)].name, "seed", seed - 1, first)
-        print(f"{summation}: {wrong} of {total} sums differ", flush=True)
+    for name in sys.argv[2:] or sorted({one.summation for one in INSTRUCTIONS}):
+        count(name, int(float(sys.argv[1])))

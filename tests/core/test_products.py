@@ -12,7 +12,8 @@ import pytest
 
 from blockfp.definition import numerics, wide
 from blockfp.definition.bits import NAN
-from blockfp.definition.products import SUMMATIONS, Operand, product
+from blockfp.definition.matrix_units import SUMMATIONS
+from blockfp.definition.products import Operand, product
 from blockfp.formats import Format
 
 fmaf = ctypes.CDLL("libm.so.6").fmaf

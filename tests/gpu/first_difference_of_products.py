@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "torch" / "support"))
 from hopper_products import KINDS, PAIRS, device, library_product, library_values, operand, pattern, values
 
 from blockfp.definition import products
-from blockfp.definition.products import SUMMATIONS, Operand, Summation
+from blockfp.definition.matrix_units import SUMMATIONS, Summation
+from blockfp.definition.products import Operand
 
 STEP = {"hopper_fp8": 32, "hopper_bf16": 16}
 wrong: list[str] = []

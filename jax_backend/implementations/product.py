@@ -1,0 +1,85 @@
+"""Products with defined bits: a primitive that the CPU library runs on CPUs, and the definition elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from blockfp.definition import bits, matrix_units, products
+from blockfp.definition.matrix_units import Summation
+from blockfp.definition.products import Operand, Side
+from blockfp.kernels import calls, native
+
+from .cpu import lower_to_library
+from .jax_internals import runs_compiled
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is static: the kinds of a and b, whether their scales multiply parts of k, and the sums."""
+
+    kinds: tuple[str, str]
+    of_parts: tuple[bool, bool]
+    summation: Summation
+
+    def sides(self, a, b, a_scales, b_scales, a_powers, b_powers) -> tuple[Side, Side]:
+        """The operands, of which one pair of scales has elements that count."""
+        scales = (a_scales, b_scales) if self.summation.scale_block is None else (a_powers, b_powers)
+        fields = zip((a, b), self.kinds, scales, self.of_parts, strict=True)
+        left, right = (Side(*each) for each in fields)
+        return left, right
+
+
+_product_p = Primitive("blockfp_product")
+
+
+@_product_p.def_abstract_eval
+def _abstract(a, b, *_, call: _Call):
+    return ShapedArray((a.shape[0], b.shape[0]), jnp.dtype("float32"))
+
+
+runs_compiled(_product_p)
+
+
+def _define(*operands, call: _Call) -> jax.Array:
+    bias, addend = (x if x.size else None for x in operands[6:])
+    total = products.multiply(*call.sides(*operands[:6]), call.summation, bias, addend)
+    return bits.to_float(total, "float32")
+
+
+def _lower(context, *operands, call: _Call):
+    if not native.available() or not calls.sums_here(call.summation):
+        return _lower_definition(context, *operands, call=call)
+    described = calls.product_arrays(*call.sides(*context.avals_in[:6]), call.summation)
+    return lower_to_library("product", context, operands, described)
+
+
+_lower_definition = mlir.lower_fun(_define, multiple_results=False)
+mlir.register_lowering(_product_p, _lower_definition)
+mlir.register_lowering(_product_p, _lower, platform="cpu")
+
+
+def product(
+    a: Operand,
+    b: Operand,
+    summation: Summation | str,
+    *,
+    dtype: str = "float32",
+    bias: jax.Array | None = None,
+    addend: jax.Array | None = None,
+) -> jax.Array:
+    """Multiplies arrays of two axes with the bits of a matrix unit; see `blockfp.definition.products.product`."""
+    summation = matrix_units.named(summation)
+    left, right = products.sides(a, b, summation)
+    one, absent = jnp.ones((1, 1), jnp.float32), jnp.zeros((0,), jnp.float32)
+    inner = summation.scale_block is not None
+    scales = (one, one, left.scales, right.scales) if inner else (left.scales, right.scales, absent, absent)
+    others = [absent if x is None else bits.to_float(bits.from_float(x), "float32") for x in (bias, addend)]
+    call = _Call((left.kind, right.kind), (left.of_parts, right.of_parts), summation)
+    out = _product_p.bind(left.codes, right.codes, *scales, *others, call=call)
+    return out if dtype == "float32" else bits.to_float(bits.from_float(out), dtype)
