@@ -140,7 +140,7 @@ def test_there_and_back(format, name, tmp_path):
     blockfp.save(tmp_path / "in.safetensors", arrays)
     result = run("convert", tmp_path / "in.safetensors", tmp_path / "out", "--layout", name)
     assert result.exit_code == 0, result.output
-    assert "1 quantized weights unchanged, 0 requantized" in " ".join(result.output.split())
+    assert "1 quantized weight unchanged, 0 requantized" in " ".join(result.output.split())
     result = run("convert", tmp_path / "out", tmp_path / "back.safetensors", "--layout", "blockfp")
     assert result.exit_code == 0, result.output
     before, after = (blockfp.load(tmp_path / f"{file}.safetensors") for file in ("in", "back"))
@@ -238,7 +238,7 @@ def test_a_model_is_held_against_its_source(tmp_path):
     result = run("check", tmp_path / "released", "--source", source)
     assert result.exit_code == 0, result.output
     assert "a.weight: fp8_e4m3_128x128_fp32, SQNR 3" in result.output
-    assert "1 quantized weights and 1 other tensors" in result.output
+    assert "1 quantized weight and 1 other tensor" in result.output
     q = blockfp.load(own)["a.weight"]
     q.codes[3, 7] ^= 1
     blockfp.save(tmp_path / "other.safetensors", {"a.weight": q, "a.bias": arrays["a.bias"]})
