@@ -35,6 +35,8 @@ def first_gpu():
     """XLA leaves the GPU that it used last as the thread's own, where there are several."""
     if torch.cuda.is_available():
         torch.cuda.set_device(0)
+        # Torch warns of a first product that a backward makes, in a thread of its own.
+        torch.cuda.current_blas_handle()
 
 
 class WithoutGpu(pytest.Module):
