@@ -30,7 +30,7 @@ from cpu_tables import CAST_SHAPE, jax_tables, tables
 from quiet import Stopwatch
 
 from blockfp.definition import numerics
-from blockfp.definition.views import DTYPES
+from blockfp.definition.layout import DTYPES
 from blockfp.formats import NAMES, Format
 from blockfp.kernels import native
 

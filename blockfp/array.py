@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from . import notebook
-from .definition import checks, numerics, views
+from .definition import checks, layout, numerics
 from .definition.checks import NoValues
 from .definition.rounding import Key
 from .formats import Format, FormatName
@@ -124,8 +124,8 @@ class QuantizedArray(BlockScaledArray):
             if not isinstance(getattr(self, name), np.ndarray):
                 raise TypeError(f"{name} must be a NumPy array, got {type(getattr(self, name)).__name__}")
         object.__setattr__(self, "format", Format.parse(self.format))
-        object.__setattr__(self, "codes", views.stored_codes(self.codes, self.format))
-        object.__setattr__(self, "scales", views.stored_scales(self.scales, self.format))
+        object.__setattr__(self, "codes", layout.stored_codes(self.codes, self.format))
+        object.__setattr__(self, "scales", layout.stored_scales(self.scales, self.format))
         checks.check_parts(self.codes, self.scales, self.tensor_scale, self.format, self.columns, self.origin)
         object.__setattr__(self, "dtype", checks.nominal_dtype(self.dtype))
 
@@ -151,13 +151,13 @@ class QuantizedArray(BlockScaledArray):
         float8_e4m3fn, float8_e5m2 and int8 (64 times the value) are views. float6_e3m2fn, float6_e2m3fn and float4_e2m1fn are
         unpacked copies, one element per byte.
         """
-        return views.view_codes(self.codes, self.columns, self.format)
+        return layout.view_codes(self.codes, self.columns, self.format)
 
     def view_scales(self) -> np.ndarray:
         """Returns a view of the scales as numbers: float8_e8m0fnu for MX, float8_e4m3fn for NVFP4 (multiply by `tensor_scale`),
         else float32.
         """
-        return views.view_scales(self.scales, self.format)
+        return layout.view_scales(self.scales, self.format)
 
     def dequantize(self, dtype=None) -> np.ndarray:
         """Returns the values, rounded once to `dtype` (default: the dtype of the original)."""

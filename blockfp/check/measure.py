@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..definition import layout, views
+from ..definition import layout
 from ..definition.bits import Array
 from ..definition.numerics import Quantized
 from ..formats import ElementFormat, Format
@@ -113,7 +113,7 @@ def saturated(x: Array, values: Array, codes: Array, element: ElementFormat) -> 
 
 def scale_exponents(q: Quantized, format: Format) -> Counter[int]:
     """Counts decode scales by binary exponent floor(log2(scale)), without zero, Inf and NaN."""
-    scales = views.view_scales(q.scales, format).astype(np.float64)
+    scales = layout.view_scales(q.scales, format).astype(np.float64)
     if q.tensor_scale is not None:
         scales = scales * np.float64(q.tensor_scale)
     usable = scales[np.isfinite(scales) & (scales > 0)]

@@ -11,7 +11,7 @@ import numpy as np
 from ..formats import Format, block_name
 from . import bits, layout
 from .bits import Array
-from .views import DTYPES
+from .layout import DTYPES
 
 _LARGEST = float(np.finfo(np.float32).max)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..definition.views import DTYPES
+from ..definition.layout import DTYPES
 from ..errors import BadFile
 from ..formats import Format
 from . import saving

@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from ..array import QuantizedArray, quantize
-from ..definition.views import DTYPES
+from ..definition.layout import DTYPES
 from ..errors import BadFile
 from ..formats import NAMES, Format
 from . import released, untrusted

@@ -38,8 +38,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..definition.layout import codes_shape, pack, scales_shape
-from ..definition.views import DTYPES, dtype_of
+from ..definition.layout import DTYPES, codes_shape, dtype_of, pack, scales_shape
 from ..errors import BadFile
 from ..formats import E2M1, E4M3, E5M2, E8M0_CEIL, ElementFormat, Format
 from . import untrusted

@@ -29,7 +29,7 @@ import numpy as np
 
 from ..array import QuantizedArray
 from ..definition.bits import dtype_name
-from ..definition.views import DTYPES
+from ..definition.layout import DTYPES
 from ..errors import BadFile
 from . import untrusted
 from .atomic import being_written, naming, remove_left_behind, replacing, to_disk

@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from blockfp.definition.views import DTYPES
+from blockfp.definition.layout import DTYPES
 from blockfp.files import modelfile
 from blockfp.files.contents import Contents, Weight
 from blockfp.files.layouts.known import LAYOUTS
@@ -32,10 +32,10 @@ from blockfp.files.layouts.layout import not_released, write_layout
 
 from ..torch_backend.check import to_numpy
 from ..torch_backend.checkpoint import ranks
-from ..torch_backend.checkpoint.as_used import codes_of_values
 from ..torch_backend.checkpoint.conversion import split_weight
 from ..torch_backend.checkpoint.files import high_precision_state_dict
 from ..torch_backend.checkpoint.kv_scales import KVScales, kv_entries
+from ..torch_backend.checkpoint.plain_values import codes_of_values
 from ..torch_backend.checkpoint.stream import WeightStream, stream_apart
 from ..torch_backend.conversion.kinds import quantized_names
 from ..torch_backend.modules import model_names

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from blockfp.definition import layout, views
+from blockfp.definition import layout
 from blockfp.formats import Format
 from blockfp.sharding.placement import Mesh, Partial, Replicate, Shard, Sharding, StridedShard
 
@@ -124,12 +124,12 @@ def view_codes(codes: jax.Array, columns: int, format: Format) -> jax.Array:
     elements = layout.unpack(codes, element.bits, columns)
     if element.packed:
         elements = elements.astype(jnp.uint4)
-    return lax.bitcast_convert_type(elements, views.dtype_of(element.native_dtype))
+    return lax.bitcast_convert_type(elements, layout.dtype_of(element.native_dtype))
 
 
 def view_scales(scales: jax.Array, format: Format) -> jax.Array:
     """Views scales as numbers; fp32 scales are unchanged."""
-    return lax.bitcast_convert_type(scales, views.dtype_of(format.scale.native_dtype))
+    return lax.bitcast_convert_type(scales, layout.dtype_of(format.scale.native_dtype))
 
 
 def stored(codes: jax.Array, scales: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:
@@ -139,7 +139,7 @@ def stored(codes: jax.Array, scales: jax.Array, format: Format) -> tuple[jax.Arr
         as_integers = lax.bitcast_convert_type(codes, jnp.uint4 if element.packed else jnp.uint8)
         codes = layout.pack(as_integers.astype(jnp.uint8), element.bits)
     elif isinstance(codes, np.ndarray):
-        codes = views.stored_codes(codes, format)
+        codes = layout.stored_codes(codes, format)
     if scales.dtype == format.scale.native_dtype and scales.dtype != format.scale.dtype:
         scales = lax.bitcast_convert_type(scales, jnp.uint8)
     return codes, scales

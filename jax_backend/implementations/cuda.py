@@ -15,9 +15,9 @@ import numpy as np
 
 from blockfp.definition import bits
 from blockfp.definition.groups import words_for
+from blockfp.definition.layout import DTYPES
 from blockfp.definition.numerics import Amax, Quantized
 from blockfp.definition.rotation import rotate as rotated
-from blockfp.definition.views import DTYPES
 from blockfp.formats import Format
 from blockfp.kernels import calls, cuda_library
 from blockfp.kernels.calls import PARTS, PARTS_T, STORED_T, Call, OperandCast, cuda_rotates

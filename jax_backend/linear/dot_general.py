@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from blockfp.definition.layout import DTYPES
 from blockfp.definition.rounding import Key, fold_in
-from blockfp.definition.views import DTYPES
 from blockfp.recipes import Recipe, RecipeName
 
 from ..arrays.array import QuantizedArray

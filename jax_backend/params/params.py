@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from blockfp import patterns, recipes
-from blockfp.definition.views import DTYPES
+from blockfp.definition.layout import DTYPES
 from blockfp.recipes import ByPath, Recipe, RecipeName
 
 from ..arrays.array import QuantizedArray, is_quantized, with_derivative, wrap_parts

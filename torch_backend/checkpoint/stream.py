@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from blockfp.definition.bits import dtype_name
-from blockfp.definition.views import dtype_of
+from blockfp.definition.layout import dtype_of
 from blockfp.files import saving
 from blockfp.files.contents import Contents, Weight, quantized_entries
 from blockfp.files.layouts.known import LAYOUTS
@@ -37,9 +37,9 @@ from ..weights.cast_weight import CastWeight
 from ..weights.module_state import InParts, state_names
 from ..weights.state_dict import gathered, stored_parts
 from . import ranks
-from .as_used import codes_of_values
 from .conversion import Apart, split, split_weight, turned
 from .kv_scales import KVScales, kv_entries
+from .plain_values import codes_of_values
 from .ranks import Key, Rows, gather_rows, rows_of
 from .training_state import full_tensor
 

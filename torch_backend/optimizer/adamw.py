@@ -35,9 +35,8 @@ from ..torch_internals import foreach_add_, version_of
 from . import optimizer_state
 from .local_parameter import MOMENT_NAMES, LocalParameter
 from .optimizer_state import needs_master, new_master, new_moments, renew_master
-from .optimizer_step import carry_out
+from .optimizer_step import begin_on_device, carry_out, coefficients
 from .osci_reset import Windows, check_group, check_keeps_codes, new_paths, resets
-from .step_constants import begin_on_device, coefficients
 
 _told: set[tuple[int, int]] = set()
 _turns = threading.local()

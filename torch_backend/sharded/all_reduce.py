@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from blockfp.definition.layout import DTYPES
 from blockfp.definition.rounding import Key, fold_in, key_words
-from blockfp.definition.views import DTYPES
 from blockfp.formats import Format
 from blockfp.sharding.reducing import SentPart, check_reduce_format, sent_layout, term_keys
 
