@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from blockfp.jax_backend.linear.layer_placement import LayerPlacement
 from blockfp.jax_backend.linear.operands import gradient_operands, input_operands
+from casting import CASTING
 from samples import bits_of, sample
 
 import blockfp.jax as bfp
 from blockfp import recipes
-from blockfp.recipes import RECIPES, Cast
+from blockfp.recipes import Cast
 
 torch = pytest.importorskip("torch")
 bfp_torch = pytest.importorskip("blockfp.torch")
@@ -20,7 +21,7 @@ gradient_keys = pytest.importorskip("blockfp.torch_backend.ops.quantize.key_ops"
 quantize_operand = pytest.importorskip("blockfp.torch_backend.ops.quantize.operand_ops").quantize_operand
 apply = pytest.importorskip("blockfp.torch_backend.linear.linear").apply
 
-BY_RECIPE = pytest.mark.parametrize("recipe", RECIPES)
+BY_RECIPE = pytest.mark.parametrize("recipe", CASTING)
 HERE = LayerPlacement(None, (), False)
 KEY = (11 << 32) + 5
 MULTIPLIER = np.float32(3.7)
@@ -85,7 +86,7 @@ def assert_same_weight(w, recipe):
 WITH_EPS = recipes.fp8_block(eps=64.0).replace(name="with_eps", gradient=Cast("mxfp8_e4m3"))
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, WITH_EPS], ids=str)
+@pytest.mark.parametrize("recipe", [*CASTING, WITH_EPS], ids=str)
 def test_linear(recipe):
     recipe = recipes.parse(recipe)
     x, w, g = (

@@ -11,6 +11,7 @@ from blockfp.torch_backend.linear.prologue import activation as activation_alone
 from blockfp.torch_backend.modules.layer_calls import fused_product, gated_product
 from blockfp.torch_backend.ops.layer import gated_ops
 from blockfp.torch_backend.ops.layer.activations import Gating, activate, gate_and_up, gradients, joined
+from casting import CASTING
 from torch import nn
 
 import blockfp.torch as bfp
@@ -71,7 +72,7 @@ def test_gradients_are_autograds(activation, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", recipes.RECIPES)
+@pytest.mark.parametrize("name", CASTING)
 def test_layers(name, layout):
     """Output, gradients and state of two steps, with every activation and dtype."""
     for activation in ACTIVATIONS:

@@ -8,6 +8,7 @@ from blockfp.torch_backend.ops.layer import linear_ops
 from blockfp.torch_backend.ops.product import products
 from blockfp.torch_backend.ops.quantize import operand_ops, quantize_plans
 from blockfp.torch_backend.ops.quantize.key_ops import gradient_keys
+from casting import CASTING
 from linear_reference import SCALES, expected, state_of
 from same_tensors import assert_equal
 
@@ -17,7 +18,7 @@ from blockfp.definition import numerics, rotation, rounding
 from blockfp.kernels import switch
 
 
-@pytest.mark.parametrize("name", recipes.RECIPES)
+@pytest.mark.parametrize("name", CASTING)
 def test_operands_are_bit_for_bit_those_of_quantize(name):
     """Codes and scales that reach the products: both directions, from one op."""
     recipe = recipes.parse(name)
@@ -103,7 +104,7 @@ def test_amax_for_compilers_is_the_definitions(dtype):
         assert torch.equal(operand_ops.tensor_amax(case), wanted)
 
 
-@pytest.mark.parametrize("name", recipes.RECIPES)
+@pytest.mark.parametrize("name", CASTING)
 def test_only_codes_and_scales_are_saved(name):
     """Beside the weight, the backward keeps codes and scales of x columnwise; nothing where no weight gradient is wanted."""
     recipe = recipes.parse(name)

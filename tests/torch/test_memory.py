@@ -12,6 +12,7 @@ from arrays import values, with_scales
 from blockfp.torch_backend.linear import dense_layer, grouped_layer, operands
 from blockfp.torch_backend.ops.quantize import quantize_plans
 from blockfp.torch_backend.torch_internals import KEEPS_RESULT, VIEWS
+from casting import CASTING
 from same_tensors import assert_equal
 from torch import nn
 
@@ -21,7 +22,7 @@ from blockfp.definition import layout
 from blockfp.formats import FORMATS
 from blockfp.kernels import switch
 
-NAMES = tuple(recipes.RECIPES)
+NAMES = tuple(CASTING)
 # Of recipes whose layers are compiled alike, one.
 COMPILED = tuple(name for name in NAMES if name not in ("fp8_current", "mxfp6", "mxfp4"))
 # Of those, one with a state, one with blocks alone and one in two levels, where more than one module is compiled.

@@ -7,6 +7,7 @@ import threaded
 import torch
 from arrays import values
 from blockfp.torch_backend.ops.quantize import operand_ops
+from casting import CASTING
 from same_tensors import assert_equal
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -56,7 +57,7 @@ def test_every_gradient_shows_what_is_not_finite(name, dtype):
         assert not any(part.isfinite().all() for part in (d_x, d_weight, d_bias))
 
 
-@pytest.mark.parametrize("name", recipes.RECIPES)
+@pytest.mark.parametrize("name", CASTING)
 def test_an_inf_leaves_nothing_finite(name):
     layer, x, g = layer_of(name, torch.float32), values((40, 64), 0), values((40, 48), 1)
     bad = x.clone()

@@ -7,6 +7,7 @@ import threaded
 import torch
 from arrays import values
 from blockfp.torch_backend.modules.cutting import part_of
+from casting import CASTING
 from parallel_operands import mesh_of, part, shard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,7 +16,6 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 
 import blockfp.torch as bfp
 from blockfp import recipes
-from blockfp.recipes import RECIPES
 
 COUNTS = (40, 0, 7, 33)
 
@@ -224,7 +224,7 @@ def test_an_embedding_tied_to_a_head(recipe):
 
 
 @pytest.mark.filterwarnings("ignore:all-gather of the input in fp8_e4m3_row_pow2.*, and all of it has one scale")
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", CASTING)
 def test_what_is_kept_for_the_backward_is_this_ranks_part(name):
     """Gathered operands live as long as their product: the graph holds this rank's tokens and its part of the weight."""
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from arrays import values
 from blockfp.torch_backend.modules import known_classes
 from blockfp.torch_backend.modules.layer_calls import SharesInput, sharing
+from casting import CASTING
 from counted_casts import casts_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -283,7 +284,7 @@ def kept_for(call):
 
 
 @pytest.mark.parametrize("shape", [(64, 96), (2, 32, 96)])
-@pytest.mark.parametrize("name", recipes.RECIPES)
+@pytest.mark.parametrize("name", CASTING)
 def test_layers_of_one_input_share_its_cast(name, shape):
     """What three layers keep of a tensor that all of them read is kept once; bits are those of layers on their own."""
     model, cast = Attention(name, 96), recipes.parse(name).input_columnwise
