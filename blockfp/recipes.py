@@ -206,6 +206,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
 # fmt: off
 RecipeName = Literal[
     "fp8_delayed", "fp8_current", "fp8_block", "fp8_row", "mxfp8", "mxfp6", "mxfp4", "mxfp4_rotated", "nvfp4", "nvfp4_4over6",
+    "w4a8",
 ]
 # fmt: on
 """The name of a recipe, as an annotation. `parse` turns any other string into a recipe, or raises."""
