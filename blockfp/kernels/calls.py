@@ -376,6 +376,14 @@ def sums_here(summation: Summation) -> bool:
     return summation.fraction is not None and summation.group == 1
 
 
+def product_inputs(a: Side, b: Side, summation: Summation, bias: Any, addend: Any, *, one: Any, absent: Any) -> list[Any]:
+    """Returns the inputs of `product_arrays` in its order. `one` is float32 [1, 1], `absent` has no elements."""
+    inner = summation.scale_block is not None
+    scales = (one, one, a.scales, b.scales) if inner else (a.scales, b.scales, absent, absent)
+    others = (absent if x is None else bits.to_float(bits.from_float(x), "float32") for x in (bias, addend))
+    return [a.codes, b.codes, *scales, *others]
+
+
 def product_arrays(a: Side, b: Side, summation: Summation) -> Call:
     """Describes a @ b^T with defined bits, of [m, k] and [n, k]; raises ValueError for a summation of the definition alone."""
     if not sums_here(summation):

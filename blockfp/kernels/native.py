@@ -213,12 +213,8 @@ def product(
     summation, arrays = matrix_units.named(summation), _arrays_of(a.codes)
     left, right = products.sides(a, b, summation)
     call = calls.product_arrays(left, right, summation)
-    one, absent = arrays.full((1, 1), 1), arrays.full((0,), 0)
-    inner = summation.scale_block is not None
-    scales = (one, one, left.scales, right.scales) if inner else (left.scales, right.scales, absent, absent)
-    others = [absent if x is None else bits.to_float(bits.from_float(x), "float32") for x in (bias, addend)]
-    inputs = [arrays.contiguous(x) for x in (left.codes, right.codes, *scales, *others)]
-    out = _carry_out(call, arrays, *inputs)["out"]
+    given = calls.product_inputs(left, right, summation, bias, addend, one=arrays.full((1, 1), 1), absent=arrays.full((0,), 0))
+    out = _carry_out(call, arrays, *map(arrays.contiguous, given))["out"]
     return out if dtype == "float32" else bits.to_float(bits.from_float(out), dtype)
 
 

@@ -76,10 +76,9 @@ def product(
     """Multiplies arrays of two axes with the bits of a matrix unit; see `blockfp.definition.products.product`."""
     summation = matrix_units.named(summation)
     left, right = products.sides(a, b, summation)
-    one, absent = jnp.ones((1, 1), jnp.float32), jnp.zeros((0,), jnp.float32)
-    inner = summation.scale_block is not None
-    scales = (one, one, left.scales, right.scales) if inner else (left.scales, right.scales, absent, absent)
-    others = [absent if x is None else bits.to_float(bits.from_float(x), "float32") for x in (bias, addend)]
+    given = calls.product_inputs(
+        left, right, summation, bias, addend, one=jnp.ones((1, 1), jnp.float32), absent=jnp.zeros((0,), jnp.float32)
+    )
     call = _Call((left.kind, right.kind), (left.of_parts, right.of_parts), summation)
-    out = _product_p.bind(left.codes, right.codes, *scales, *others, call=call)
+    out = _product_p.bind(*given, call=call)
     return out if dtype == "float32" else bits.to_float(bits.from_float(out), dtype)

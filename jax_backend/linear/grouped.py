@@ -137,7 +137,7 @@ def grouped_linear(
     dtype, weight_dtype = np.dtype(x.dtype), np.dtype(weight.dtype)
     at_once = all_at_once(recipe, dtype, weight_dtype)
     tile = UNIT if at_once else tile_rows(recipe)
-    layer = _GroupedLinear(recipe, placement, dtype, weight_dtype, dtype, None, expert_axis, tile, at_once)
+    layer = _GroupedLinear(recipe, placement, dtype, weight_dtype, dtype, expert_axis, tile, at_once)
     sizes = group_sizes.astype(jnp.int32)
     y, state_out = layer(x, weight, carrier, bias, sizes, words, None if state is None else state.shared())
     return y if state is None or state_out is None else (y, given_back(state_out, state))

@@ -54,7 +54,6 @@ class Layer(ABC):
         dtype: dtype of x and its gradient.
         weight_dtype: dtype of the weight's gradient.
         result: dtype of y.
-        activation: what made x, a `Made` then; or None.
     """
 
     recipe: Recipe
@@ -62,7 +61,6 @@ class Layer(ABC):
     dtype: np.dtype
     weight_dtype: np.dtype
     result: np.dtype
-    activation: str | None
 
     def __call__(self, x, weight, carrier, bias, sizes, key, state) -> tuple[jax.Array, DelayedState | None]:
         """Computes (y, state after the forward) with derivatives; `carrier` carries the weight's."""
@@ -191,6 +189,7 @@ def _differentiable(layer: Layer, x, weight, carrier, bias, sizes, key, state):
     types = explicit.VaryingAxes.of(point, carrier, bias, state)
     x, weight, bias, state = without_tangents((x, weight, bias, state))
     y, tiles, state_after, row, column = _multiplied(layer, carriers.weight is not None, x, weight, bias, sizes, state)
+    y = computed_once(y)
     kept = Residuals(row, values_of(x) if layer.placement.gathers_input else column, weight, tiles, key, state, types)
     # Only a state's carrier, its last leaf, has a derivative.
     later = [] if state_after is None or state_after.carrier is None else [state_after.carrier]
@@ -214,7 +213,7 @@ def _multiplied(layer: Layer, keep: bool, x, weight: Matrix, bias, sizes, state:
     of_terms, own = (bias, None) if layer.placement.kind == "row" else (None, bias)
     fast = "forward" in layer.recipe.fast_accum
     y = layer.multiply_rows(row, layer.gathered(weight), tiles, layer.result, bias=own, fast=fast)
-    y = layer.placement.sum_output(computed_once(y) if keep else y)
+    y = layer.placement.sum_output(y)
     if of_terms is not None:
         y = (y.astype(jnp.float32) + layer.bias_rows(of_terms, tiles).astype(jnp.float32)).astype(y.dtype)
     state = None if state is None else state.after_forward(layer.largest_amax(values_of(x), tiles))

@@ -39,9 +39,11 @@ class _Linear(Layer):
     """A layer of one matrix.
 
     Attributes:
+        activation: what made x, a `Made` then; or None.
         layout: shardings of operands and result on a mesh with Explicit axes, or None.
     """
 
+    activation: str | None
     layout: ExplicitLayout | None
 
     def tiles(self, x, sizes) -> None:
@@ -95,6 +97,8 @@ def linear(
     compute: Compute = "quantized",
     data_axes: Sequence[str] = (),
     sequence: bool = False,
+    up: jax.Array | None = None,
+    activation: Activation | None = None,
 ) -> jax.Array: ...
 @overload
 def linear(
@@ -108,6 +112,8 @@ def linear(
     compute: Compute = "quantized",
     data_axes: Sequence[str] = (),
     sequence: bool = False,
+    up: jax.Array | None = None,
+    activation: Activation | None = None,
 ) -> tuple[jax.Array, DelayedState]: ...
 def linear(
     x: jax.Array,

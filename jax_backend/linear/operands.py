@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from ..implementations import choice, cuda, explicit, ops
 from ..implementations.backend import marked, nan_scale, unless
 from ..implementations.xla import XLA
 from .layer_placement import LayerPlacement
-from .products import Aligned, Matrix, Side, aligns
+from .products import Aligned, Matrix, Side, align, aligns
 from .prologue import Made, values_of
 
 Pair = tuple[Side | None, Side | None]
@@ -46,9 +47,7 @@ def input_operands(
     other is None. MX codes come aligned where the product would align them.
     """
     casts = (recipe.input if rowwise else None, recipe.input_columnwise if columnwise else None)
-    operands = _Operands(values_of(x), recipe, placement, False, multiplier, (None, None))
-    operands.source = (x, activation) if isinstance(x, Made) and activation is not None else None
-    return operands.make(*casts)
+    return _Operands(x, recipe, placement, False, multiplier, (None, None), activation).make(*casts)
 
 
 def gradient_operands(
@@ -98,10 +97,11 @@ def _aligned(recipe: Recipe, gradient: bool) -> tuple[bool, bool]:
 class _Operands:
     """Makes both operands from one array."""
 
-    def __init__(self, x, recipe: Recipe, placement: LayerPlacement, gradient: bool, multiplier, keys):
+    def __init__(self, x, recipe: Recipe, placement: LayerPlacement, gradient: bool, multiplier, keys, activation: Any = None):
+        self.made = x if isinstance(x, Made) else None
+        self.activation, x = activation, values_of(x)
         self.x, self.eps, self.placement = x, recipe.eps, placement
         self.gradient, self.multiplier, self.keys = gradient, multiplier, keys
-        self.source: tuple[Made, str] | None = None
         self.aligned = _aligned(recipe, gradient)
         self.sharding = placement.operand(x, gradient=gradient)
         travels = placement.gathers_gradient if gradient else placement.gathers_input
@@ -141,7 +141,7 @@ class _Operands:
         of_row, of_column = (None if cast is None else cast.format for cast in (row, column))
         rotated, given = column is not None and column.rotate, None if self.multiplier is None else "multiplier"
         plain = OperandCast(of_row, of_column, given, rotate=rotated, eps=eps_for(format, self.eps))
-        for gated in (True, False) if self.source is not None else (False,):
+        for gated in (True, False) if self.made is not None else (False,):
             cast = plain._replace(aligned=self.aligned)
             cast = cast if cast.one_pass(stored=not gated) and self.x.size else plain
             if cast.of_made(*self.x.shape) if gated else cast is not plain:
@@ -152,8 +152,8 @@ class _Operands:
         x, function, first = self.x, "quantize", 0
         inputs: tuple[jax.Array | None, ...] = (x,)
         if gated:
-            assert self.source is not None
-            (_, *inputs), function, first = self.source[0], "quantize_gated", ACTIVATIONS[self.source[1]]  # pyright: ignore
+            assert self.made is not None
+            inputs, function, first = self.made[1:], "quantize_gated", ACTIVATIONS[self.activation]
         lengths = x.shape[1], x.shape[0]
 
         def kernel(x, inputs, multiplier):
@@ -164,13 +164,10 @@ class _Operands:
             for way, turned in enumerate((x, rotate(x.mT) if cast.rotate else x.mT)):
                 if cast[way] is not None:
                     parts = marked(XLA.quantize)(turned, None, multiplier, format=format, eps=cast.eps)
-                    if cast.aligned[way]:
-                        aligned = Aligned.of(parts, format, lengths[way], x.dtype)
-                        parts = Quantized(aligned.codes, aligned.scales, None)
-                    found[way] = parts
+                    found[way] = align(parts, format, lengths[way]) if cast.aligned[way] else parts
             return found[0], found[1]
 
-        parts = explicit.on_device(kernel, definition, x, tuple(inputs), self.multiplier)
+        parts = explicit.on_device(kernel, definition, x, inputs, self.multiplier)
         made: list[Side | None] = [None, None]
         for way, part in enumerate(parts):
             if part is not None and cast.aligned[way]:

@@ -43,13 +43,6 @@ class Aligned:
     columns: int
     dtype: np.dtype
 
-    @classmethod
-    def of(cls, parts: Quantized, format: Format, columns: int, dtype: np.dtype) -> Aligned:
-        """Aligns codes and scales as the CUDA library does."""
-        codes, scales, _ = alignment.align(parts.codes, parts.scales, format, columns=columns)
-        codes = jnp.pad(codes, ((0, 0), (0, -columns % 16)))
-        return cls(codes, jnp.pad(scales.T, ((0, 0), (0, -scales.shape[0] % 4))), format, columns, dtype)
-
     @property
     def shape(self) -> tuple[int, int]:
         """[lines, columns]."""
@@ -60,6 +53,13 @@ class Aligned:
         codes, scales = self.codes[:, : self.columns], self.scales[:, : self.codes.shape[0]].T
         parts = codes, scales, None, alignment.aligned_format(self.format), jnp.dtype(dtype).name
         return numerics.dequantize(*parts, columns=self.columns)
+
+
+def align(parts: Quantized, format: Format, columns: int) -> Quantized:
+    """Returns the codes and scales of an `Aligned`, by the definition."""
+    codes, scales, _ = alignment.align(parts.codes, parts.scales, format, columns=columns)
+    codes = jnp.pad(codes, ((0, 0), (0, -columns % 16)))
+    return Quantized(codes, jnp.pad(scales.T, ((0, 0), (0, -scales.shape[0] % 4))), None)
 
 
 Matrix = jax.Array | QuantizedArray

@@ -6,6 +6,7 @@ from blockfp.torch_backend.ops.groups.grouped_products import multiply_groups
 from blockfp.torch_backend.ops.product import products
 from blockfp.torch_backend.ops.product.products import Matrix, multiply_parts
 from cuda_arrays import capture
+from hopper_products import PAIRS
 
 import blockfp.torch as bfp
 from blockfp.definition.groups import columns_for
@@ -67,23 +68,6 @@ def assert_close(got, a, b, added, dtype):
     assert bool(((got.double() - wanted).abs() <= bound).all())
 
 
-PAIRS = (
-    (ROWS, SQUARES),
-    (ROWS, ROWS),
-    (GRADIENT, SQUARES),
-    (ROWS, GRADIENT),
-    (GRADIENT, GRADIENT),
-    (SQUARES, ROWS),
-    (SQUARES, SQUARES),
-    (ROWS, TENSOR),
-    (TENSOR, SQUARES),
-    (TENSOR, TENSOR),
-    (GRADIENT_TENSOR, TENSOR),
-    (GRADIENT_TENSOR, GRADIENT_TENSOR),
-    (WHOLE_ROWS, WHOLE_ROWS),
-    (WHOLE_ROWS, TENSOR),
-    (GRADIENT_WHOLE_ROWS, WHOLE_ROWS),
-)
 SHAPES = ((512, 768, 1024), (333, 517, 2064), (1, 7, 16), (129, 200, 144), (77, 33, 41), (130, 264, 1000), (5, 1, 3))
 
 

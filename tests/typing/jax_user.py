@@ -15,6 +15,7 @@ assert_type(bfp.fake_quantize(x, "nvfp4"), jax.Array)
 
 # Without a state a product is an array; with one, a pair.
 assert_type(bfp.linear(x, q, recipe="mxfp8"), jax.Array)
+assert_type(bfp.linear(x, x, recipe="mxfp8", up=x, activation="silu"), jax.Array)
 state = bfp.delayed_state("fp8_delayed")
 assert_type(state, bfp.DelayedState)
 y, seen = bfp.linear(x, w, recipe="fp8_delayed", state=state)

@@ -21,7 +21,7 @@ from blockfp.formats import Format
 from blockfp.sharding.reducing import SentPart, check_reduce_format, sent_layout, term_keys
 
 from ..ops.library import name_of
-from .reduce_scatter import read_terms, sum_in_order, write_terms
+from .reduce_scatter import _CountedReductions, read_terms, sum_in_order, write_terms
 
 Keys = Sequence[Tensor | None]
 
@@ -115,33 +115,13 @@ def _parted(x: Tensor, part: SentPart, ranks: int) -> Tensor:
 # ---- DDP
 
 
-class QuantizedAllReduce:
-    """The communication hook of `quantize_all_reduce`.
-
-    Attributes:
-        format: format in which gradients are sent.
-        key: two words for stochastic rounding, or None.
-        reductions: number of reductions of each gradient so far, in the order of `model.parameters()`; folded into the key.
-            `state_dict` saves it, so that a resumed run draws the same random bits.
-    """
+class QuantizedAllReduce(_CountedReductions):
+    """The communication hook of `quantize_all_reduce`."""
 
     def __init__(self, model: nn.Module, format: Format, key: tuple[int, int] | None, group: Any):
-        self.format, self.key, self._group = format, key, group
+        self._group = group
         self._numbers: dict[Tensor, int] = {param: i for i, param in enumerate(model.parameters())}
-        self.reductions = [0] * len(self._numbers)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Returns the number of reductions of each parameter's gradient: {"reductions": int64 [parameters]}."""
-        return {"reductions": torch.tensor(self.reductions, dtype=torch.int64, device="cpu")}
-
-    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Restores a `state_dict` of a model with the same number of parameters."""
-        found = state_dict["reductions"].tolist()
-        if len(found) != len(self.reductions):
-            raise ValueError(
-                f"state_dict counts the reductions of {len(found)} parameters, and the model has {len(self.reductions)}"
-            )
-        self.reductions = found
+        super().__init__(format, key, len(self._numbers))
 
     def reduce(self, buffer: Tensor, gradients: Sequence[Tensor], params: Sequence[Tensor]) -> Tensor:
         """Overwrites the gradients, views of DDP's buffer, with their mean over ranks."""

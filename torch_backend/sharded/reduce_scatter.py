@@ -37,8 +37,8 @@ _AT_ONCE = 64
 """Keys are created for this many reductions at once; a single one costs as much, plus a copy to the device."""
 
 
-class QuantizedReduceScatter:
-    """The reduce-scatter that FSDP2 calls after `quantize_reduce_scatter`.
+class _CountedReductions:
+    """Reductions of a model's gradients as codes, counted.
 
     Attributes:
         format: format in which gradients are sent.
@@ -47,17 +47,8 @@ class QuantizedReduceScatter:
             `state_dict` saves it, so that a resumed run draws the same random bits.
     """
 
-    def __init__(self, model: nn.Module, format: Format, key: tuple[int, int] | None):
-        self.format = format
-        self.key = key
-        numbers: dict[int, int] = {}
-        self._numbers: dict[tuple[nn.Module, str], int] = {}
-        for module in model.modules():
-            for name, param in module.named_parameters(recurse=False):
-                self._numbers[module, name] = numbers.setdefault(id(param), len(numbers))
-        self.reductions = [0] * len(numbers)
-        # Keys of coming reductions, int32 [_AT_ONCE, parameters, 2], by the parameters reduced together.
-        self._tables: dict[tuple[int, ...], tuple[list[int], Tensor]] = {}
+    def __init__(self, format: Format, key: tuple[int, int] | None, parameters: int):
+        self.format, self.key, self.reductions = format, key, [0] * parameters
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the number of reductions of each parameter's gradient: {"reductions": int64 [parameters]}."""
@@ -71,6 +62,20 @@ class QuantizedReduceScatter:
                 f"state_dict counts the reductions of {len(found)} parameters, and the model has {len(self.reductions)}"
             )
         self.reductions = found
+
+
+class QuantizedReduceScatter(_CountedReductions):
+    """The reduce-scatter that FSDP2 calls after `quantize_reduce_scatter`."""
+
+    def __init__(self, model: nn.Module, format: Format, key: tuple[int, int] | None):
+        numbers: dict[int, int] = {}
+        self._numbers: dict[tuple[nn.Module, str], int] = {}
+        for module in model.modules():
+            for name, param in module.named_parameters(recurse=False):
+                self._numbers[module, name] = numbers.setdefault(id(param), len(numbers))
+        super().__init__(format, key, len(numbers))
+        # Keys of coming reductions, int32 [_AT_ONCE, parameters, 2], by the parameters reduced together.
+        self._tables: dict[tuple[int, ...], tuple[list[int], Tensor]] = {}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocates the buffers of FSDP2's input and output."""
