@@ -3,15 +3,16 @@
 from . import errors, formats, recipes
 from .formats import Format
 from .jax_backend.arrays.array import QuantizedArray
+from .jax_backend.arrays.boundary_codes import keep_codes
 from .jax_backend.arrays.collectives import all_gather, all_reduce, reduce_scatter
 from .jax_backend.arrays.identity import Static
 from .jax_backend.arrays.quantize import fake_quantize, from_torch, quantize, quantize_both, quantize_columnwise
 from .jax_backend.files import load, save
-from .jax_backend.linear.boundary_codes import keep_codes
-from .jax_backend.linear.delayed import DelayedState, delayed_state, update_scales
+from .jax_backend.linear.delayed import DelayedState, delayed_state
 from .jax_backend.linear.dot_general import dot_general
 from .jax_backend.linear.experts import Received, combine, dispatch
 from .jax_backend.linear.grouped import grouped_linear
+from .jax_backend.linear.layer_state import LayerState, init_state, update_scales
 from .jax_backend.linear.linear import linear
 from .jax_backend.params.adam import AdamState, adam, adamw
 from .jax_backend.params.muon import muon
@@ -32,6 +33,7 @@ __all__ = [
     "AdamState",
     "DelayedState",
     "Format",
+    "LayerState",
     "MasterState",
     "Optimizer",
     "QuantizedArray",
@@ -54,6 +56,7 @@ __all__ = [
     "from_torch",
     "grad",
     "grouped_linear",
+    "init_state",
     "keep_codes",
     "linear",
     "load",

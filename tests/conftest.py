@@ -42,11 +42,14 @@ def pytest_runtest_setup():
     random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
-    for name in ("linear.operand_plans", "optimizer.adamw"):
-        if (told := sys.modules.get(f"blockfp.torch_backend.{name}")) is not None:
-            told._told.clear()
-    if (plans := sys.modules.get("blockfp.torch_backend.linear.tensor_parallel.operand_plans")) is not None:
+    plans, adamw = (
+        sys.modules.get(f"blockfp.torch_backend.{name}") for name in ("linear.tensor_parallel.operand_plans", "optimizer.adamw")
+    )
+    if plans is not None:
+        plans._told.clear()
         plans._rank_plan.cache_clear()
+    if adamw is not None:
+        adamw._told.clear()
 
 
 @pytest.fixture(params=["kernels", "definition"])

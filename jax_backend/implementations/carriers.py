@@ -103,6 +103,14 @@ class Shares:
     `value_and_grad` calls `shared`, so that all uses have one carrier.
     """
 
+    def differentiated(self) -> Any:
+        """Returns the arrays that have derivatives, as a tree."""
+        raise NotImplementedError
+
+    def at(self, point: Any) -> Any:
+        """Returns a copy with these in place of `differentiated`."""
+        raise NotImplementedError
+
     def shared(self) -> Any:
         """Returns a copy with a carrier that receives the cotangents of all uses."""
         raise NotImplementedError

@@ -67,6 +67,12 @@ class DelayedState(Shares):
     def unshared(self) -> DelayedState:
         return self
 
+    def differentiated(self) -> DelayedState:
+        return self
+
+    def at(self, point: DelayedState) -> DelayedState:
+        return point
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -134,21 +140,8 @@ def delayed_state(recipe: Recipe | RecipeName) -> DelayedState:
     return DelayedState(own, jnp.float32(0), gradients, jnp.float32(0))
 
 
-def update_scales(states: Any, seen: Any, recipe: Recipe | RecipeName, *, axes: Sequence[str] = ()) -> Any:
-    """Updates histories and scales; call it once per optimizer step.
-
-    Args:
-        states: a tree of `DelayedState`, as returned by the layers.
-        seen: their cotangents, in the same tree structure.
-        recipe: the recipe of these layers.
-        axes: inside shard_map, the mesh axes whose ranks share a scale: data-parallel axes and axes that cut activations. One
-            integer max-reduction handles all amaxes of the tree.
-
-    Raises:
-        ValueError: the recipe doesn't use delayed scaling; an axis is unknown; a leaf is not a state of this recipe, has no
-            cotangent of its shape, or has amaxes that were added or averaged (the message names its path). Under tracing the
-            gradient's scale becomes NaN instead.
-    """
+def update_scales(states: Any, seen: Any, recipe: Any, *, axes: Sequence[str]) -> Any:
+    """Computes `layer_state.update_scales` for a tree of `DelayedState`."""
     recipe = _delayed(recipe)
     options = recipe.delayed
     assert options is not None

@@ -17,6 +17,7 @@ from blockfp.recipes import Recipe, RecipeName
 from ..arrays.array import QuantizedArray
 from ..implementations import explicit, ops
 from .delayed import DelayedState, given_back, of_all
+from .layer_state import LayerState, takes_layer_state
 from .linear import linear_to
 
 
@@ -46,6 +47,19 @@ def dot_general(
     key: Key | None = None,
     state: DelayedState,
 ) -> tuple[jax.Array, DelayedState]: ...
+@overload
+def dot_general(
+    lhs: jax.Array,
+    rhs: jax.Array | QuantizedArray,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    out_sharding: Any = None,
+    *,
+    recipe: None = None,
+    state: LayerState,
+) -> tuple[jax.Array, LayerState]: ...
+@takes_layer_state
 def dot_general(
     lhs: jax.Array,
     rhs: jax.Array | QuantizedArray,

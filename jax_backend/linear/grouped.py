@@ -29,6 +29,7 @@ from .grouped_products import all_at_once, multiply_columns, multiply_rows
 from .grouped_spans import by_columns, by_rows
 from .layer import Layer
 from .layer_placement import LayerPlacement
+from .layer_state import LayerState, takes_layer_state
 from .operands import Pair
 from .straight_through import DGRAD, FORWARD, WGRAD, Product, by_group, of_each_group, token_values
 from .tiles import Scaling, Tiles, gather_rows, largest_amax, move_tiles, quantize_tiles, tile_rows, turn_tiles
@@ -60,6 +61,19 @@ def grouped_linear(
     data_axes: Sequence[str] = (),
     expert_axis: str | None = None,
 ) -> tuple[jax.Array, DelayedState]: ...
+@overload
+def grouped_linear(
+    x: jax.Array | QuantizedArray,
+    weight: jax.Array | QuantizedArray,
+    group_sizes: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    recipe: None = None,
+    state: LayerState,
+    data_axes: Sequence[str] = (),
+    expert_axis: str | None = None,
+) -> tuple[jax.Array, LayerState]: ...
+@takes_layer_state
 def grouped_linear(
     x: jax.Array | QuantizedArray,
     weight: jax.Array | QuantizedArray,
@@ -94,8 +108,7 @@ def grouped_linear(
             zeros.
         bias: [groups, out], or None.
         recipe: a `Recipe` or its name.
-        key: as for `linear`.
-        state: for recipes with delayed scaling, see `DelayedState`.
+        key, state: as for `linear`.
         data_axes: inside shard_map, the mesh axes that divide each group's tokens, in the mesh's order.
         expert_axis: inside shard_map, the mesh axis that divides the groups; not in `data_axes`.
 

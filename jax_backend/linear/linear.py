@@ -27,6 +27,7 @@ from .arguments import check_state, check_tensors, stored_weight
 from .delayed import DelayedState, given_back
 from .layer import Layer
 from .layer_placement import ExplicitLayout, LayerPlacement
+from .layer_state import LayerState, takes_layer_state
 from .operands import Pair, gradient_operands, input_operands
 from .products import Matrix, product
 from .prologue import Activation, Made, activated, values_of
@@ -115,6 +116,21 @@ def linear(
     up: jax.Array | None = None,
     activation: Activation | None = None,
 ) -> tuple[jax.Array, DelayedState]: ...
+@overload
+def linear(
+    x: jax.Array,
+    weight: jax.Array | QuantizedArray,
+    bias: jax.Array | None = None,
+    *,
+    recipe: None = None,
+    state: LayerState,
+    compute: Compute = "quantized",
+    data_axes: Sequence[str] = (),
+    sequence: bool = False,
+    up: jax.Array | None = None,
+    activation: Activation | None = None,
+) -> tuple[jax.Array, LayerState]: ...
+@takes_layer_state
 def linear(
     x: jax.Array,
     weight: jax.Array | QuantizedArray,
@@ -143,10 +159,10 @@ def linear(
         x: float32, float16 or bfloat16 [..., in]; leading axes are flattened to tokens, along which columnwise blocks run.
         weight: [out, in], quantized in the recipe's format; a weight in high precision is quantized here.
         bias: [out], or None.
-        recipe: a `Recipe` or its name.
+        recipe: a `Recipe` or its name; None with a `LayerState`, which has its own.
         key: for recipes that round gradients stochastically: an integer seed, two uint32 words or a `jax.random.key`. Use
             another key for each layer and step, equal on all ranks.
-        state: for recipes with delayed scaling, see `DelayedState`.
+        state: for recipes with delayed scaling a `DelayedState`; or, for any recipe, a `LayerState` (see `init_state`).
         compute: "high_precision" multiplies the dequantized weight with unquantized x and gradients.
         data_axes: inside shard_map, the mesh axes that divide the batch, in the mesh's order.
         sequence: sequence parallelism: tokens outside the layer (x if column parallel, y if row parallel) are cut evenly over

@@ -128,7 +128,8 @@ def value_and_grad(
     """`jax.value_and_grad` for trees that contain quantized arrays.
 
     The gradient of a QuantizedArray is a plain array of its shape and nominal dtype: the straight-through derivative with
-    respect to the original array. A carrier next to the codes receives it (`QuantizedArray`).
+    respect to the original array. A carrier next to the codes receives it (`QuantizedArray`). The gradient of a `LayerState` is
+    a `DelayedState`, or None.
 
     Args:
         fun: a function that returns a scalar, or (scalar, other) with `has_aux`.
@@ -149,14 +150,13 @@ def value_and_grad(
         def of_plain(*plain):
             whole = list(args)
             for i, tree, leaves in zip(positions, chosen, plain, strict=True):
-                one = jax.tree.map(_with_carrier, tree, leaves, is_leaf=is_quantized)
-                whole[i] = jax.tree.map(lambda x: x.shared() if _shares(x) else x, one, is_leaf=_shares)
+                whole[i] = jax.tree.map(_with_carrier, tree, leaves, is_leaf=_is_node)
             return fun(*whole, **kwargs)
 
-        points = tuple(map_with_path(_primal, tree) for tree in chosen)
+        points = tuple(map_with_path(_primal, tree, is_leaf=_is_node) for tree in chosen)
         value, gradients = jax.value_and_grad(of_plain, argnums=tuple(range(len(points))), has_aux=has_aux)(*points)
         if has_aux:
-            value = (value[0], jax.tree.map(_without_lone_carrier, value[1], is_leaf=lambda x: is_quantized(x) or _shares(x)))
+            value = (value[0], jax.tree.map(_without_lone_carrier, value[1], is_leaf=_is_node))
         return value, gradients[0] if isinstance(argnums, int) else gradients
 
     return differentiated
@@ -180,6 +180,8 @@ def _primal(path: str, leaf):
         zeros = explicit.zeros_beside(leaf.codes, leaf.shape, leaf.dtype)
         # A second derivative is taken with respect to the same array.
         return zeros if leaf.carrier is None else straight_through(zeros, leaf.carrier)
+    if isinstance(leaf, Shares):
+        return leaf.differentiated()
     if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
         raise TypeError(
             f"gradients are taken of float and quantized arrays, got {describe(leaf)}: leave it out of the argument"
@@ -187,16 +189,18 @@ def _primal(path: str, leaf):
     return leaf
 
 
-def _shares(leaf: object) -> bool:
-    return isinstance(leaf, Shares)
+def _is_node(leaf: object) -> bool:
+    return is_quantized(leaf) or isinstance(leaf, Shares)
 
 
 def _with_carrier(leaf, point):
+    if isinstance(leaf, Shares):
+        return leaf.at(point).shared()
     return leaf.replace(tangent=carrier_of(point)) if is_quantized(leaf) else point
 
 
 def _without_lone_carrier(leaf):
     """Drops the carrier of a leaf in a differentiated function's auxiliary output, which is no longer needed."""
-    if _shares(leaf):
+    if isinstance(leaf, Shares):
         return leaf.unshared()
     return with_derivative(leaf, leaf.tangent) if is_quantized(leaf) and leaf.tangent is not None else leaf

@@ -64,3 +64,22 @@ def test_a_quantized_module_learns(name):
     pytest.importorskip(name.split("_")[0])
     losses = load(name).main(steps=10)
     assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("mlp", ["fp8_delayed", "nvfp4"])
+def test_a_llama_goes_on_from_its_checkpoint_with_the_same_bits(tmp_path, monkeypatch, mlp):
+    pytest.importorskip("orbax.checkpoint")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    llama = load("train_llama_jax")
+    small = llama.Sizes(width=64, inner=96, layers=2, batch=4, length=32)
+    monkeypatch.setattr(llama, "Sizes", lambda: small)
+
+    def losses(*arguments):
+        monkeypatch.setattr(sys, "argv", ["train_llama_jax.py", "--mlp", mlp, *arguments])
+        return llama.train(llama.parsed())
+
+    whole = losses("--steps", "3")
+    assert losses("--steps", "2", "--save", str(tmp_path / "run")) == whole[:2]
+    assert losses("--steps", "3", "--resume", str(tmp_path / "run"), "--profile", str(tmp_path / "trace")) == whole[2:]
+    assert list((tmp_path / "trace").rglob("*.trace.json.gz"))
+    assert whole[2] < whole[0]

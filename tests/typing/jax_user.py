@@ -21,6 +21,8 @@ assert_type(state, bfp.DelayedState)
 y, seen = bfp.linear(x, w, recipe="fp8_delayed", state=state)
 assert_type(y, jax.Array)
 assert_type(seen, bfp.DelayedState)
+own: bfp.LayerState = bfp.init_state("mxfp8", {"w": w})["w"]
+assert_type(bfp.linear(x, w, state=own), tuple[jax.Array, bfp.LayerState])
 assert_type(bfp.grouped_linear(x, jnp.ones((4, 256, 128)), jnp.ones(4, int), recipe="mxfp8"), jax.Array)
 assert_type(bfp.dot_general(x, w, (((1,), (1,)), ((), ())), recipe="mxfp8"), jax.Array)
 

@@ -11,8 +11,8 @@ import jax
 from blockfp.formats import Format
 from blockfp.sharding.reducing import check_reduce_format
 
-from ..arrays.array import QuantizedArray
-from ..arrays.quantize import quantize
+from .array import QuantizedArray
+from .quantize import quantize
 
 
 def keep_codes(function: Callable[..., Any], format: Format | str) -> Callable[..., Any]:
