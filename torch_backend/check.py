@@ -105,7 +105,7 @@ class TorchCuda(TorchBackend):
         out = torch.empty((m, n), dtype=getattr(torch, dtype), device=self.device)
         if addend is not None:
             out.copy_(addend)
-        workspace = torch.empty(planned.workspace, dtype=torch.uint8, device=self.device)
+        workspace = torch.empty(planned.workspace, dtype=torch.uint8, device=self.device) if planned.workspace else None
         given = [x.to(self.device).contiguous() for x in (a.codes, b.codes, a.scales, b.scales) if x is not None]
         added = None if bias is None else bias.to(self.device)
         cuda_library.library().product(*given, None, added, out, workspace, *planned.numbers)

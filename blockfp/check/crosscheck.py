@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Backend(Protocol):
-    """The interface of a backend: a library that quantizes NumPy arrays."""
+    """The interface of a backend: a library that quantizes NumPy arrays. `products` has what one that multiplies adds."""
 
     @property
     def name(self) -> str:

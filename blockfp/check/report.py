@@ -104,7 +104,7 @@ class Findings:
                 one.products += bool(check.products.compared)
                 one.differing_products += bool(check.products.differences)
                 one.summation = one.summation or check.products.summation
-                one.no_products = check.products.reason
+                one.no_products = "" if one.summation else check.products.reason
         return summary
 
     def differences(self) -> list[tuple[Path, Tensor, Format, Difference | ProductDifference]]:

@@ -261,13 +261,15 @@ def _print_products(findings: Findings) -> None:
         say(f"{why}: skipped for products")
     tensors = len({(path, tensor.name) for path, tensor, check in findings.checks() if check.products is not None})
     everything = sum(map(len, findings.files.values()))
-    what = f"products (--products) of {tensors} of {counted(everything, 'tensor')}, at most {LINES} x {LINES} sums of {LENGTH}"
+    some = (
+        f"{tensors} of {counted(everything, 'tensor')} (forward, dgrad, wgrad; at most {LINES} x {LINES} sums of {LENGTH} each)"
+    )
     if not found:
-        say(f"{what}: none", "red")
+        say(f"products of {some}: none", "red")
         return
     compared, differ = sum(bool(one.compared) for one in found), any(one.differences for one in found)
-    what += f" in each of forward, dgrad and wgrad, by {found[0].summation}: {sum(one.sums for one in found)} sums"
     verdict = "bits differ" if differ else "all bits equal" if compared else "nothing to compare"
+    what = f"products by {found[0].summation} of {some}: {sum(one.sums for one in found)} sums"
     say(f"{what}, {verdict}", "green" if verdict == "all bits equal" else "red")
 
 
