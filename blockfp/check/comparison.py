@@ -85,7 +85,7 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
     unlike_sums: dict[str, int] = {}
     for name in dict.fromkeys([*tensors[0], *tensors[1]]):
         _compare_tensor(found, name, tensors[0].get(name), tensors[1].get(name), unlike_sums)
-    found.remarks += [f"products, not compared: {said}, {number} of tensors in formats" for said, number in unlike_sums.items()]
+    found.remarks += [f"products: {said}; {number} not compared, counted per format" for said, number in unlike_sums.items()]
     return found
 
 
