@@ -39,7 +39,7 @@ demo: .venv/package .venv/model .venv/released
 	  words = 'embeddings.word_embeddings.weight'; \
 	  save_file(tensors | {words: tensors[words][:4096].copy()}, '$$weights')"
 	$(BIN)/blockfp check "$$weights" $$(printf -- '--backend %s ' numpy kernels jax torch torch-definition) \
-	  --report $(ROOT)/.demo/report.json --plot $(ROOT)/.demo/report.png
+	  --products --report $(ROOT)/.demo/report.json --plot $(ROOT)/.demo/report.png
 	cd $(ROOT)/.demo
 	train() { echo; echo "$$1"; shift; $(BIN)/python $(ROOT)/examples/"$$@"; }
 	train "A small transformer under FSDP2 in PyTorch, in four recipes; step 40 is saved:" \
@@ -58,7 +58,10 @@ demo: .venv/package .venv/model .venv/released
 	  finetune_released.py
 	echo
 	$(BIN)/python -c "import json; r = json.load(open('report.json')); tensors = [t for f in r['files'] for t in f['tensors']]; \
-	  print('Shown:', len(tensors), 'tensors in', len(r['formats']), 'formats have the same bits in', ', '.join(r['backends']) + ';', \
+	  checks = [c for t in tensors for c in t['checks']]; \
+	  multiplied = {c['format'] for c in checks if c.get('products', {}).get('compared')}; \
+	  print('Shown:', len(tensors), 'tensors in', len(r['formats']), 'formats have the same bits in', ', '.join(r['backends']) + ',', \
+	  'and so have products in', len(multiplied), 'formats;', \
 	  'PyTorch and JAX trained in MXFP8, and each continued the other\'s run; experts, and LoRA on FP8.', \
 	  'Pictures and results: $(ROOT)/.demo')"
 

@@ -10,14 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from blockfp.definition.matrix_units import Summation
 from blockfp.definition.numerics import Quantized
+from blockfp.definition.products import Operand
 from blockfp.formats import Format
+from blockfp.kernels import native
 from blockfp.kernels.products import BLOCK_SCALES
 
 from .arrays.array import QuantizedArray
 from .arrays.quantize import quantize
 from .implementations import choice
 from .implementations.pallas.backend import Pallas
+from .implementations.product import product
 from .linear.products import least_cublas
 
 
@@ -44,12 +48,25 @@ class JaxBackend:
         whole = QuantizedArray.from_parts(codes, scales, tensor_scale, format=format, columns=columns, dtype=dtype)
         return np.asarray(whole.dequantize(implementation=self.implementation))
 
+    @property
+    def summations(self) -> tuple[str, ...]:
+        return native.summations()
+
+    def product(self, a: Operand, b: Operand, summation: Summation, **options: Any) -> np.ndarray:
+        """Multiplies on the CPU, where JAX has products with defined bits."""
+        with jax.default_device(jax.devices("cpu")[0]):
+            return np.asarray(product(a.converted(jnp.asarray), b.converted(jnp.asarray), summation, **options))
+
 
 class JaxXla(JaxBackend):
     """The definition, jitted by XLA: what runs where XLA splits a program, in `jax.export`, and without the libraries."""
 
     name = "jax-xla"
     implementation = "xla"
+
+    @property
+    def summations(self) -> tuple[str, ...]:
+        return ()
 
 
 class JaxPallas:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from types import FunctionType
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import torch
 
 from blockfp.check.pieces import ByPieces
+from blockfp.definition.matrix_units import Summation
 from blockfp.definition.numerics import Quantized
+from blockfp.definition.products import Operand
 from blockfp.formats import Format
-from blockfp.kernels import cuda_library
+from blockfp.kernels import cuda_library, native
+from blockfp.kernels.products import plan
+from blockfp.kernels.routes import HOPPER
 
 from .quantized_tensor.quantize import quantize
 from .quantized_tensor.tensor import QuantizedTensor
@@ -42,6 +47,17 @@ class TorchBackend:
     def dequantize(self, q: Quantized, format: Format, dtype: str, columns: int) -> np.ndarray:
         return to_numpy(self._tensor(q, format, dtype, columns).dequantize())
 
+    @property
+    def summations(self) -> tuple[str, ...]:
+        return native.summations()
+
+    def product(self, a: Operand, b: Operand, summation: Summation, **options: Any) -> np.ndarray:
+        given = {name: to_torch(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+        return to_numpy(self._product(a.converted(to_torch), b.converted(to_torch), summation, **given))
+
+    def _product(self, a: Operand, b: Operand, summation: Summation, **options: Any) -> torch.Tensor:
+        return native.product(a, b, summation, **options)
+
     def _tensor(self, q: Quantized, format: Format, dtype: str, columns: int) -> QuantizedTensor:
         codes, scales = (to_torch(part).to(self.device) for part in q[:2])
         tensor_scale = None if q.tensor_scale is None else to_torch(q.tensor_scale).to(self.device)
@@ -65,6 +81,36 @@ class TorchCuda(TorchBackend):
     def version(self) -> str:
         return f"PyTorch {torch.__version__} on {torch.cuda.get_device_name()}; {cuda_library.status()}"
 
+    @property
+    def summations(self) -> tuple[str, ...]:
+        """Those of the library's own kernel, which is Hopper's; cuBLASLt's sums aren't defined."""
+        here = torch.cuda.get_device_capability() == HOPPER and cuda_library.available()
+        return ("hopper_fp8",) if here else ()
+
+    def _product(
+        self,
+        a: Operand,
+        b: Operand,
+        summation: Summation,
+        *,
+        dtype: str = "float32",
+        bias: torch.Tensor | None = None,
+        addend: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert a.format is not None
+        assert b.format is not None
+        (m, k), n = a.codes.shape, b.codes.shape[0]
+        # Without cuBLASLt the plan is the own kernel.
+        planned = plan(a.format, b.format, m, n, k, capability=HOPPER, cublas=0, dtype=dtype, accumulate=addend is not None)
+        out = torch.empty((m, n), dtype=getattr(torch, dtype), device=self.device)
+        if addend is not None:
+            out.copy_(addend)
+        workspace = torch.empty(planned.workspace, dtype=torch.uint8, device=self.device) if planned.workspace else None
+        given = [x.to(self.device).contiguous() for x in (a.codes, b.codes, a.scales, b.scales) if x is not None]
+        added = None if bias is None else bias.to(self.device)
+        cuda_library.library().product(*given, None, added, out, workspace, *planned.numbers)
+        return out
+
 
 class TorchCompiled(TorchBackend):
     """Runs `blockfp.torch` through `torch.compile`, with one program per format and shape."""
@@ -79,6 +125,10 @@ class TorchCompiled(TorchBackend):
     @property
     def version(self) -> str:
         return f"PyTorch {torch.__version__} compiled, on the CPU"
+
+    @property
+    def summations(self) -> tuple[str, ...]:
+        return ()
 
     def _run(self, function: Callable[..., object], x: torch.Tensor, format: Format) -> object:
         key = (function, x.shape, x.dtype, format)

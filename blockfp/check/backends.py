@@ -11,7 +11,9 @@ from typing import Any, cast
 
 import numpy as np
 
+from ..definition.matrix_units import Summation
 from ..definition.numerics import Quantized
+from ..definition.products import Operand
 from ..errors import BadBackend
 from ..formats import Format
 from ..kernels import native
@@ -32,6 +34,13 @@ class Kernels:
 
     def dequantize(self, q: Quantized, format: Format, dtype: str, columns: int) -> np.ndarray:
         return native.dequantize(*q, format, dtype, columns=columns)
+
+    @property
+    def summations(self) -> tuple[str, ...]:
+        return native.summations()
+
+    def product(self, a: Operand, b: Operand, summation: Summation, **options: Any) -> np.ndarray:
+        return native.product(a, b, summation, **options)
 
 
 def _kernels() -> Backend:

@@ -23,8 +23,8 @@ from .measure import measure
 
 T = TypeVar("T")
 
-PARTS = ("codes", "scales", "values")
-"""The parts that a report hashes, for each tensor and format."""
+PARTS, OF_PRODUCTS = ("codes", "scales", "values"), ("operands", "products")
+"""The parts that a report hashes, for each tensor and format, and with --products."""
 
 _MOST = 2**30
 """Maximum bytes of a report; a thousand tensors in all formats need less than a tenth."""
@@ -37,13 +37,15 @@ class Comparison:
     Attributes:
         compared: per format, the number of tensors that both reports have.
         differences: one line per tensor, or tensor and format, that differs or is in one report only.
-        differing: per format, the number of differing tensors.
+        differing: per format, the number of tensors whose casts differ.
+        products: per format, the numbers of tensors whose products both reports have, and whose products differ.
         remarks: other differences, such as versions.
     """
 
     compared: dict[str, int] = field(default_factory=dict)
     differences: list[str] = field(default_factory=list)
     differing: dict[str, int] = field(default_factory=dict)
+    products: dict[str, tuple[int, int]] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
 
     @property
@@ -80,8 +82,10 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
         f"bits differed among the backends of {which}" for which, r in zip("AB", (a, b), strict=True) if not r["identical"]
     ]
     tensors = [_tensors(report) for report in (a, b)]
+    unlike_sums: dict[str, int] = {}
     for name in dict.fromkeys([*tensors[0], *tensors[1]]):
-        _compare_tensor(found, name, *(each.get(name) for each in tensors))
+        _compare_tensor(found, name, tensors[0].get(name), tensors[1].get(name), unlike_sums)
+    found.remarks += [f"products: {said}; {number} not compared, counted per format" for said, number in unlike_sums.items()]
     return found
 
 
@@ -101,7 +105,7 @@ def _tensors(report: Mapping[str, Any]) -> dict[str, tuple[dict[str, Any], dict[
             identity = {"dtype": _is_a(str, tensor["dtype"]), "shape": shape, "bytes": _is_a(str, tensor["sha256"])}
             formats = {}
             for check in tensor["checks"]:
-                hashes = {part: _is_a(str, check[f"{part}_sha256"]) for part in PARTS}
+                hashes = {part: _is_a(str, check[f"{part}_sha256"]) for part in PARTS} | _products(check)
                 if formats.setdefault(_is_a(str, check["format"]), hashes) is not hashes:
                     raise ValueError(f"{check['format']!r} of {name!r}, which is duplicated")
             if tensors.setdefault(name, (identity, formats))[1] is not formats:
@@ -110,13 +114,25 @@ def _tensors(report: Mapping[str, Any]) -> dict[str, tuple[dict[str, Any], dict[
     return tensors
 
 
+def _products(check: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the summation and the hashes of products, if there are any."""
+    if "products" not in check:
+        return {}
+    products = _is_a(dict, check["products"])
+    if products["summation"] is None:
+        return {}
+    hashes = {part: _is_a(str, products[f"{part}_sha256"]) for part in OF_PRODUCTS}
+    return {"summation": _is_a(str, products["summation"]), **hashes}
+
+
 def _is_a(kind: type[T], value: Any) -> T:
     if type(value) is not kind:
         raise TypeError(f"{value!r}, which must be a {kind.__name__}")
     return value
 
 
-def _compare_tensor(found: Comparison, name: str, a: Any, b: Any) -> None:
+def _compare_tensor(found: Comparison, name: str, a: Any, b: Any, unlike_sums: dict[str, int]) -> None:
+    """Compares a tensor of both reports; counts in `unlike_sums` the products that only one has, or in another summation."""
     if a is None or b is None:
         found.differences.append(f"{name}: only in {'A' if b is None else 'B'}")
         return
@@ -135,6 +151,15 @@ def _compare_tensor(found: Comparison, name: str, a: Any, b: Any) -> None:
         found.compared[format] = found.compared.get(format, 0) + 1
         parts = [part for part in PARTS if hashes[0][part] != hashes[1][part]]
         found.differing[format] = found.differing.get(format, 0) + bool(parts)
+        sums = [each.get("summation") for each in hashes]
+        if sums[0] != sums[1]:
+            said = " and ".join(one or "none" for one in sums)
+            unlike_sums[said] = unlike_sums.get(said, 0) + 1
+        elif sums[0] is not None:
+            wrong = [part for part in OF_PRODUCTS if hashes[0][part] != hashes[1][part]]
+            counts = found.products.get(format, (0, 0))
+            found.products[format] = counts[0] + 1, counts[1] + bool(wrong)
+            parts += wrong
         if parts:
             said = ", ".join(f"{part} {hashes[0][part][:12]}.. and {hashes[1][part][:12]}.." for part in parts)
             found.differences.append(f"{name}, {format}: SHA-256 of {said}")

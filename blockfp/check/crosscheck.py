@@ -7,9 +7,9 @@ for the comparison and for the statistics.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -20,9 +20,11 @@ from ..formats import Format
 from . import pieces
 from .measure import Statistics, measure
 
+T = TypeVar("T")
+
 
 class Backend(Protocol):
-    """The interface of a backend: a library that quantizes NumPy arrays."""
+    """The interface of a backend: a library that quantizes NumPy arrays. `products` has what one that multiplies adds."""
 
     @property
     def name(self) -> str:
@@ -84,6 +86,61 @@ class Difference:
 
 
 @dataclass(frozen=True)
+class ProductDifference:
+    """The first difference of a backend in one product, and the part of the computation where it begins.
+
+    Attributes:
+        backend: name of the differing backend.
+        product: "forward", "dgrad" or "wgrad".
+        stage: "operand": a cast differs; "sums": the sums of a step along k; "promotion": how sums of a chunk of k join those
+            of earlier chunks; "scales": their multiplication by scales; "bias", "addend" and "rounding": the epilogue;
+            "unsteady": another run gives the reference's bits.
+        where: the part and the operand, "codes of weight"; or the elements of each sum, "128 to 256 of k"; or a dtype.
+        index: index of the sum, or of the operand's element or block; None if an operand's shape or dtype differs.
+        expected, found: bits in hex: of the result, or of an operand's code or scale.
+    """
+
+    backend: str
+    product: str
+    stage: str
+    where: str
+    index: tuple[int, ...] | None
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        place = "" if self.index is None else f"[{', '.join(map(str, self.index))}]"
+        if self.stage == "operand":
+            return f"{self.backend}: {self.product}: {self.where}{place} is {self.found}, expected {self.expected}"
+        begins = f"first in {self.stage} {self.where}".rstrip()
+        return f"{self.backend}: {self.product}{place} is {self.found}, expected {self.expected}, {begins}"
+
+
+@dataclass(frozen=True)
+class Products:
+    """The result of the products of one array in one format (`products.check_products`).
+
+    Attributes:
+        summation: name of the summation; None: the format has no products.
+        reason: why there are none, or "".
+        sums: number of sums that were looked at in each backend.
+        differences: the first one per backend and product.
+        compared: names of the backends that were compared with the reference.
+        without: names of backends without this summation, with reasons.
+        operands_sha256, products_sha256: hashes of the reference's operands (codes and scales) and results.
+    """
+
+    summation: str | None
+    reason: str = ""
+    sums: int = 0
+    differences: tuple[ProductDifference, ...] = ()
+    compared: tuple[str, ...] = ()
+    without: dict[str, str] = field(default_factory=dict)
+    operands_sha256: str = ""
+    products_sha256: str = ""
+
+
+@dataclass(frozen=True)
 class Check:
     """The result for one array in one format.
 
@@ -95,6 +152,7 @@ class Check:
         statistics: statistics of the reference's values.
         codes_sha256, scales_sha256, values_sha256: hashes of the reference's bytes, row-major, to compare machines or releases
             (`comparison`); the scales' hash includes the tensor scale.
+        products: the products; None if they weren't asked for, or not of this array.
     """
 
     format: Format
@@ -105,10 +163,11 @@ class Check:
     codes_sha256: str
     scales_sha256: str
     values_sha256: str
+    products: Products | None = None
 
     @property
     def identical(self) -> bool:
-        return not self.differences
+        return not self.differences and not (self.products and self.products.differences)
 
 
 def check(x: np.ndarray, format: Format | str, backends: Sequence[Backend]) -> Check:
@@ -134,46 +193,65 @@ def check(x: np.ndarray, format: Format | str, backends: Sequence[Backend]) -> C
     for where in places:
         piece = x[where]
         corner = tuple(s.start for s in where) + (0,) * (x.ndim - len(where))
-        reference = _run(backends[0], piece, format)
+        reference = run(backends[0], piece, format)
         if isinstance(reference, str):
             raise BadBackend(f"backend {backends[0].name!r}, the reference, has no {format}: {reference}")
         for backend in backends[1:]:
-            result = _run(backend, piece, format)
+            result = run(backend, piece, format)
             if isinstance(result, str):
                 without[backend.name] = result
                 continue
-            for found in _compare(piece, format, reference, result):
-                named = replace(found, backend=backend.name, index=_in_whole(found, corner, format))
+            for found in compare(piece, format, reference, result):
+                named = replace(found, backend=backend.name, index=in_whole(found, corner, format))
                 differences.setdefault((backend.name, found.part), named)
         q, values = reference
         codes_hash.update(q.codes.tobytes())
         scales_hash.update(q.scales.tobytes() + (b"" if q.tensor_scale is None else q.tensor_scale.tobytes()))
         values_hash.update(values.tobytes())
         statistics.add(measure(piece, q, values, format))
-    hashes = (hash.hexdigest() for hash in (codes_hash, scales_hash, values_hash))
     compared = tuple(backend.name for backend in backends[1:] if backend.name not in without)
-    return Check(format, tuple(differences.values()), compared, without, statistics, *hashes)
+    return Check(
+        format,
+        tuple(differences.values()),
+        compared,
+        without,
+        statistics,
+        codes_hash.hexdigest(),
+        scales_hash.hexdigest(),
+        values_hash.hexdigest(),
+    )
 
 
-def _run(backend: Backend, x: np.ndarray, format: Format) -> tuple[Quantized, np.ndarray] | str:
+def run(backend: Backend, x: np.ndarray, format: Format) -> tuple[Quantized, np.ndarray] | str:
     """Returns a backend's codes, scales and values, or why it doesn't support the format."""
+
+    def both() -> tuple[Quantized, np.ndarray]:
+        q = checked(backend.quantize(x, format), backend.name)
+        return q, array_of(backend.dequantize(q, format, x.dtype.name, x.shape[-1]), backend.name, "dequantize")
+
+    return attempt(both, f"backend {backend.name!r}, format {format}, {x.dtype} array of shape {x.shape}")
+
+
+def attempt(function: Callable[[], T], where: str) -> T | str:
+    """Returns what a backend's function returns, or why it doesn't support it; raises BadBackend if it fails."""
     try:
-        q = _checked(backend.quantize(x, format), backend.name)
-        values = backend.dequantize(q, format, x.dtype.name, x.shape[-1])
-        if not isinstance(values, np.ndarray):
-            got = type(values).__name__
-            raise BadBackend(f"backend {backend.name!r}: dequantize must return a NumPy array, got {got}")
-        return q, values
+        return function()
     except NotImplementedError as error:
         return str(error)
     except BadBackend:
         raise
     except Exception as error:
-        where = f"backend {backend.name!r}, format {format}, {x.dtype} array of shape {x.shape}"
         raise BadBackend(f"{where}: {type(error).__name__}: {error}") from error
 
 
-def _checked(q: object, backend: str) -> Quantized:
+def array_of(x: object, backend: str, function: str) -> np.ndarray:
+    """Returns what a backend's function returned; raises BadBackend if it isn't a NumPy array."""
+    if not isinstance(x, np.ndarray):
+        raise BadBackend(f"backend {backend!r}: {function} must return a NumPy array, got {type(x).__name__}")
+    return x
+
+
+def checked(q: object, backend: str) -> Quantized:
     """Returns a backend's result; raises BadBackend if it isn't codes and scales."""
     if not isinstance(q, Quantized):
         raise BadBackend(
@@ -186,7 +264,7 @@ def _checked(q: object, backend: str) -> Quantized:
     return q
 
 
-def _compare(
+def compare(
     x: np.ndarray, format: Format, expected: tuple[Quantized, np.ndarray], found: tuple[Quantized, np.ndarray]
 ) -> Iterator[Difference]:
     """Yields the first difference in each part, with `backend` empty and `index` relative to x."""
@@ -196,9 +274,9 @@ def _compare(
         if a is None and b is None:
             continue
         if a is None or b is None or (a.shape, a.dtype) != (b.shape, b.dtype):
-            yield Difference("", part, None, None, _describe(a), _describe(b))
+            yield Difference("", part, None, None, describe(a), describe(b))
             continue
-        a, b = _bits(a), _bits(b)
+        a, b = bits_of(a), bits_of(b)
         if np.array_equal(a, b):
             continue
         if part == "codes":
@@ -208,25 +286,25 @@ def _compare(
             else:
                 a, b = codes
         index = tuple(int(i) for i in np.unravel_index(np.argmax(a != b), a.shape))
-        yield Difference("", part, index, _input(x, part, index, format), _hex(a[index]), _hex(b[index]))
+        yield Difference("", part, index, _input(x, part, index, format), hexadecimal(a[index]), hexadecimal(b[index]))
 
 
-def _bits(x: np.ndarray) -> np.ndarray:
+def bits_of(x: np.ndarray) -> np.ndarray:
     return np.asarray(x, order="C").view(f"u{x.itemsize}")
 
 
-def _hex(bits: np.unsignedinteger) -> str:
+def hexadecimal(bits: np.unsignedinteger) -> str:
     return f"0x{int(bits):0{2 * bits.itemsize}x}"
 
 
-def _describe(x: np.ndarray | None) -> str:
+def describe(x: np.ndarray | None) -> str:
     return "missing" if x is None else f"{x.dtype} of shape {x.shape}"
 
 
 def _input(x: np.ndarray, part: str, index: tuple[int, ...], format: Format) -> str | None:
     """Returns the bits of the element of a code or value, or of the largest element of a scale's block."""
     if part in ("codes", "values"):
-        return _hex(_bits(x)[index])
+        return hexadecimal(bits_of(x)[index])
     if part == "padding":
         return None
     if part == "scales" and format.block is not None:
@@ -234,10 +312,10 @@ def _input(x: np.ndarray, part: str, index: tuple[int, ...], format: Format) -> 
         rows, columns = format.block
         x = x[(*leading, slice(row * rows, (row + 1) * rows), slice(column * columns, (column + 1) * columns))]
     magnitude = np.abs(np.where(np.isnan(x), 0, x.astype(np.float32)))
-    return _hex(_bits(x).reshape(-1)[np.argmax(magnitude)])
+    return hexadecimal(bits_of(x).reshape(-1)[np.argmax(magnitude)])
 
 
-def _in_whole(found: Difference, corner: tuple[int, ...], format: Format) -> tuple[int, ...] | None:
+def in_whole(found: Difference, corner: tuple[int, ...], format: Format) -> tuple[int, ...] | None:
     """Converts an index in the piece at `corner` to an index in the whole array."""
     if not found.index:
         return found.index

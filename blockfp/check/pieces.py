@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ..definition import layout, numerics
+from ..definition import layout, numerics, products
+from ..definition.matrix_units import SUMMATIONS, Summation
 from ..definition.numerics import Quantized
+from ..definition.products import Operand
 from ..formats import Format
 
 PIECE = 1 << 18
@@ -77,6 +79,23 @@ class ByPieces:
             return self._dequantize(q, format, dtype, columns)
         parts = [q._replace(codes=q.codes[where], scales=_scales(q.scales, where, format)) for where in split(shape)]
         return _joined([self._dequantize(part, format, dtype, columns) for part in parts], shape)
+
+    summations = tuple(SUMMATIONS)
+
+    def product(
+        self,
+        a: Operand,
+        b: Operand,
+        summation: Summation,
+        *,
+        dtype: str = "float32",
+        bias: np.ndarray | None = None,
+        addend: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Returns a @ b^T of NumPy operands; see `products.product`."""
+        left, right = a.converted(self.give), b.converted(self.give)
+        bias, addend = (None if x is None else self.give(x) for x in (bias, addend))
+        return self.take(products.product(left, right, summation, dtype=dtype, bias=bias, addend=addend))
 
     def _quantize(self, x: np.ndarray, format: Format, **options: Any) -> Quantized:
         q = numerics.quantize(self.give(x), format, **options)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from .report import Findings
+from .report import Findings, Summary, product_verdict
 
 
 def draw(findings: Findings, path: Path) -> None:
@@ -18,7 +20,11 @@ def draw(findings: Findings, path: Path) -> None:
     names = [format.name for format in summary]
     lines = np.arange(len(names))
     figure = Figure(figsize=(13, 1.8 + 0.24 * len(names)), layout="constrained")
-    error, scales = figure.subplots(1, 2, sharey=True)
+    if findings.with_products:
+        error, products, scales = figure.subplots(1, 3, sharey=True, width_ratios=(10, 1, 10))
+        _draw_products(products, list(summary.values()))
+    else:
+        error, scales = figure.subplots(1, 2, sharey=True)
 
     totals = [_finite(one.statistics.sqnr_db) for one in summary.values()]
     families = [name.split("_")[0] for name in names]
@@ -53,6 +59,16 @@ def draw(findings: Findings, path: Path) -> None:
     verdict = "BITS DIFFER" if not findings.identical else "nothing compared" if findings.empty else "all bits equal"
     figure.suptitle(f"{', '.join(p.name for p in findings.files)} through {compared}: {verdict}")
     figure.savefig(path, format="png", dpi=110)
+
+
+def _draw_products(axes: Axes, summary: Sequence[Summary]) -> None:
+    """Writes each format's cell of the table: yes, NO with a number, or - without products."""
+    axes.set_title("products", fontsize=9)
+    axes.set_xticks([])
+    axes.tick_params(left=False)
+    for line, one in enumerate(summary):
+        color = "C3" if one.differing_products else "C2" if one.products else "0.5"
+        axes.text(0.5, line, product_verdict(one), color=color, ha="center", va="center", fontsize=8)
 
 
 def _finite(value: float) -> float:

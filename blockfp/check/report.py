@@ -10,16 +10,23 @@ from pathlib import Path
 from ..files.modelfile import Tensor
 from ..formats import Format
 from .comparison import Comparison
-from .crosscheck import Backend, Check, Difference
+from .crosscheck import Backend, Check, Difference, ProductDifference, Products
 from .measure import Statistics
 
 
 @dataclass
 class Summary:
-    """All tensors in one format: how many were compared among backends, how many differ, and their statistics."""
+    """All tensors in one format: how many were compared among backends, how many differ, and their statistics.
+
+    `products` and `differing_products` count the same of products; `summation` adds them, or `no_products` says why none does.
+    """
 
     compared: int = 0
     differing: int = 0
+    products: int = 0
+    differing_products: int = 0
+    summation: str | None = None
+    no_products: str = ""
     statistics: Statistics = field(default_factory=Statistics)
 
 
@@ -33,6 +40,7 @@ class Findings:
         files: per file, the tensors with their checks in the order of `formats`.
         skipped: per file, the tensors that were not checked.
         inputs: SHA-256 of the bytes of each checked tensor, by file and name.
+        with_products: whether products were asked for.
     """
 
     backends: Sequence[Backend]
@@ -40,6 +48,7 @@ class Findings:
     files: dict[Path, list[tuple[Tensor, list[Check]]]] = field(default_factory=dict)
     skipped: dict[Path, list[Tensor]] = field(default_factory=dict)
     inputs: dict[tuple[Path, str], str] = field(default_factory=dict)
+    with_products: bool = False
 
     @property
     def empty(self) -> bool:
@@ -64,6 +73,18 @@ class Findings:
                     found[name].append(check.format)
         return found
 
+    def products(self) -> list[tuple[Format, Products]]:
+        """Returns the products of all tensors that have some, or a reason for none."""
+        return [(check.format, check.products) for _, _, check in self.checks() if check.products is not None]
+
+    def no_products(self) -> dict[str, list[Format]]:
+        """Returns the formats without products, by reason."""
+        found: dict[str, list[Format]] = {}
+        for format, one in self.by_format().items():
+            if one.no_products:
+                found.setdefault(one.no_products, []).append(format)
+        return found
+
     def checks(self) -> Iterable[tuple[Path, Tensor, Check]]:
         """Yields every check."""
         for path, tensors in self.files.items():
@@ -77,13 +98,22 @@ class Findings:
         for _, _, check in self.checks():
             one = summary[check.format]
             one.compared += bool(check.compared)
-            one.differing += not check.identical
+            one.differing += bool(check.differences)
             one.statistics.add(check.statistics)
+            if check.products is not None:
+                one.products += bool(check.products.compared)
+                one.differing_products += bool(check.products.differences)
+                one.summation = one.summation or check.products.summation
+                one.no_products = "" if one.summation else check.products.reason
         return summary
 
-    def differences(self) -> list[tuple[Path, Tensor, Format, Difference]]:
-        """Returns every difference with its file, tensor and format."""
-        return [(path, tensor, check.format, d) for path, tensor, check in self.checks() for d in check.differences]
+    def differences(self) -> list[tuple[Path, Tensor, Format, Difference | ProductDifference]]:
+        """Returns every difference with its file, tensor and format; those of casts come before those of products."""
+        return [
+            (path, tensor, check.format, d)
+            for path, tensor, check in self.checks()
+            for d in (*check.differences, *(check.products.differences if check.products else ()))
+        ]
 
 
 def to_json(findings: Findings, versions: Mapping[str, str]) -> dict[str, object]:
@@ -105,6 +135,7 @@ def to_json(findings: Findings, versions: Mapping[str, str]) -> dict[str, object
                         "codes_sha256": check.codes_sha256,
                         "scales_sha256": check.scales_sha256,
                         "values_sha256": check.values_sha256,
+                        **({} if check.products is None else {"products": _products(check.products)}),
                     }
                     for check in checks
                 ],
@@ -116,7 +147,7 @@ def to_json(findings: Findings, versions: Mapping[str, str]) -> dict[str, object
     summary = [
         {
             "format": format.name,
-            "identical": one.differing == 0,
+            "identical": one.differing + one.differing_products == 0,
             "compared_tensors": one.compared,
             "differing_tensors": one.differing,
             **_numbers(one.statistics),
@@ -130,6 +161,10 @@ def to_json(findings: Findings, versions: Mapping[str, str]) -> dict[str, object
         "formats": summary,
         "files": files,
     }
+
+
+def _products(products: Products) -> dict[str, object]:
+    return {**asdict(products), "identical": not products.differences}
 
 
 def _identity(tensor: Tensor) -> dict[str, object]:
@@ -152,27 +187,34 @@ def _numbers(statistics: Statistics) -> dict[str, object]:
 
 def format_table(findings: Findings) -> list[str]:
     """Returns a header and one line per format, for all tensors together."""
-    rows: list[tuple[str, ...]] = [("format", "equal", *_TITLES)]
+    shown = findings.with_products
+    rows: list[tuple[str, ...]] = [("format", "equal", *_product_cells(shown, "products"), *_TITLES)]
     for format, one in findings.by_format().items():
-        rows.append((format.name, _verdict(one.compared, one.differing), *_cells(one.statistics)))
-    return _aligned(rows, left=2)
+        products = _product_cells(shown, product_verdict(one))
+        rows.append((format.name, _verdict(one.compared, one.differing), *products, *_cells(one.statistics)))
+    return _aligned(rows, left=2 + shown)
 
 
 def tensor_table(findings: Findings) -> list[str]:
     """Returns a header and one line per tensor and format."""
-    rows: list[tuple[str, ...]] = [("tensor", "format", "equal", *_TITLES)]
+    shown = findings.with_products
+    rows: list[tuple[str, ...]] = [("tensor", "format", "equal", *_product_cells(shown, "products"), *_TITLES)]
     for _, tensor, check in findings.checks():
-        verdict = _verdict(len(check.compared), len(check.differences))
-        rows.append((tensor.name, check.format.name, verdict, *_cells(check.statistics)))
-    return _aligned(rows, left=3)
+        verdict, of_products = _verdict(len(check.compared), len(check.differences)), check.products
+        counts = (len(of_products.compared), len(of_products.differences)) if of_products else (0, 0)
+        products = _product_cells(shown, _verdict(*counts))
+        rows.append((tensor.name, check.format.name, verdict, *products, *_cells(check.statistics)))
+    return _aligned(rows, left=3 + shown)
 
 
 def comparison_table(comparison: Comparison) -> list[str]:
     """Returns a header and one line per format of two reports."""
-    rows: list[tuple[str, ...]] = [("format", "equal", "tensors")]
+    shown = bool(comparison.products)
+    rows: list[tuple[str, ...]] = [("format", "equal", *_product_cells(shown, "products"), "tensors")]
     for format, tensors in comparison.compared.items():
-        rows.append((format, _verdict(tensors, comparison.differing[format]), str(tensors)))
-    return _aligned(rows, left=2)
+        products = _product_cells(shown, _verdict(*comparison.products.get(format, (0, 0))))
+        rows.append((format, _verdict(tensors, comparison.differing[format]), *products, str(tensors)))
+    return _aligned(rows, left=2 + shown)
 
 
 _TITLES = ("SQNR dB", "max rel.", "saturated", "to zero", "bytes")
@@ -190,6 +232,15 @@ def _aligned(rows: list[tuple[str, ...]], left: int) -> list[str]:
 def _verdict(compared: int, differing: int) -> str:
     """What was compared with nothing is neither equal nor different."""
     return f"NO ({differing})" if differing else "yes" if compared else "-"
+
+
+def product_verdict(one: Summary) -> str:
+    """Returns the cell of a format in the column of products."""
+    return _verdict(one.products, one.differing_products)
+
+
+def _product_cells(shown: bool, cell: str) -> tuple[str, ...]:
+    return (cell,) if shown else ()
 
 
 def _cells(statistics: Statistics) -> tuple[str, ...]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import platform
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
@@ -22,8 +24,10 @@ from ..check import backends, in_flight
 from ..check.backends import BACKENDS
 from ..check.comparison import Comparison, against_source, read_report
 from ..check.comparison import compare as compare_reports
-from ..check.crosscheck import Check, check
+from ..check.crosscheck import Backend, Check, check
+from ..check.products import DEFAULT, LENGTH, LINES, check_products, chosen, lacks, named
 from ..check.report import Findings, comparison_table, format_table, tensor_table, to_json
+from ..definition.matrix_units import SUMMATIONS, Summation
 from ..errors import BadBackend
 from ..files import saving, untrusted
 from ..files.atomic import replacing
@@ -52,6 +56,15 @@ BackendOption = Annotated[
         autocompletion=among("all", *BACKENDS),
     ),
 ]
+SummationOption = Annotated[
+    str | None,
+    typer.Option(
+        "--summation",
+        metavar="NAME",
+        help=f"How --products adds: {', '.join(SUMMATIONS)}. Default: {DEFAULT}, that of blockfp's own kernel.",
+        autocompletion=among(*SUMMATIONS),
+    ),
+]
 CompareOption = Annotated[
     tuple[Path, Path] | None,
     typer.Option("--compare", metavar="A.json B.json", help="Instead, compare two reports, of two machines or releases."),
@@ -65,6 +78,10 @@ def check_command(
     format: FormatOption = ["all"],  # noqa: B006
     backend: BackendOption = None,
     compare: CompareOption = None,
+    products: Annotated[
+        bool, typer.Option("--products", help="Also compare products: forward, dgrad and wgrad, sampled, with defined bits.")
+    ] = False,
+    summation: SummationOption = None,
     source: Annotated[
         Path | None, typer.Option("--source", help="Instead, compare FILE, a quantized model in any layout, with this one.")
     ] = None,
@@ -78,6 +95,7 @@ def check_command(
 ) -> None:
     """Quantizes every tensor with every backend and compares codes, scales and values bit by bit.
 
+    With --products it also casts random activations and gradients, and compares the products of a layer with these weights.
     With --source it compares a quantized model with the model it was made from: the noise of its values, and whether blockfp
     makes the same bits. With --compare it compares two reports (--report) of the same tensors by SHA-256.
 
@@ -86,7 +104,7 @@ def check_command(
     """
     if compare:
         given = {"FILE": files, "--backend": backend, "--report": report, "--plot": plot, "--per-tensor": per_tensor}
-        given |= {"--format": format != ["all"], "--source": source}
+        given |= {"--format": format != ["all"], "--source": source, "--products": products, "--summation": summation}
         if any(given.values()):
             raise refused(f"--compare compares two reports; remove {' and '.join(n for n, v in given.items() if v)}")
         raise typer.Exit(_print_comparison(compare_reports(*map(read_report, compare))))
@@ -94,7 +112,7 @@ def check_command(
         raise refused("FILE: name a .safetensors, .npy or .npz file, a folder with a model, or two reports with --compare")
     if source:
         given = {"more than one FILE": files[1:], "--backend": backend, "--report": report, "--plot": plot}
-        given["--format"] = format != ["all"]
+        given |= {"--format": format != ["all"], "--products": products, "--summation": summation}
         if any(given.values()):
             raise refused(f"--source compares one FILE with it; remove {' and '.join(n for n, v in given.items() if v)}")
         raise typer.Exit(_print_source(files[0], source))
@@ -102,9 +120,13 @@ def check_command(
     for path, suffix, option in ((report, ".json", "--report"), (plot, ".png", "--plot")):
         if path:
             check_output(path, suffix, option)
+    if summation and not products:
+        raise refused("--summation says how --products adds; add --products")
+    loaded = backends.load(backend)
+    sums = _summation(summation, formats, loaded, backend) if products else None
     models = {path: saving.open_whole(path) for path in files}
-    findings = Findings(backends.load(backend), formats)
-    _run_checks(models, findings, threads or in_flight.usable_cpus())
+    findings = Findings(loaded, formats, with_products=products)
+    _run_checks(models, findings, threads or in_flight.usable_cpus(), sums)
 
     for line in tensor_table(findings) if per_tensor else format_table(findings):
         say(line, "red" if " NO (" in line else "")
@@ -120,7 +142,22 @@ def check_command(
         with replacing(plot) as temporary:
             draw(findings, temporary)
         say(f"plot: {plot}")
-    raise typer.Exit(2 if findings.empty else 1 if not findings.identical else 2 if findings.alone else 0)
+    nothing = findings.alone or (products and not any(one.products for one in findings.by_format().values()))
+    raise typer.Exit(2 if findings.empty else 1 if not findings.identical else 2 if nothing else 0)
+
+
+def _summation(name: str | None, formats: list[Format], loaded: Sequence[Backend], asked: list[str] | None) -> Summation:
+    """Returns the summation of products; refuses one that no format has, or that a named backend doesn't run."""
+    if name is None:
+        return SUMMATIONS[DEFAULT]
+    try:
+        summation = named(name, formats)
+    except ValueError as error:
+        raise refused(f"--summation {name}: {error}") from error
+    lacking = [why for one in loaded if (why := lacks(one, summation))]
+    if lacking and asked and "all" not in asked:
+        raise refused(f"--summation {name}: {'; '.join(lacking)}; numpy has all")
+    return summation
 
 
 @contextmanager
@@ -133,14 +170,20 @@ def _pool(threads: int) -> Iterator[ThreadPoolExecutor]:
         pool.shutdown(cancel_futures=True)
 
 
-def _run_checks(models: dict[Path, Model], findings: Findings, threads: int) -> None:
-    total = sum(not tensor.skipped for model in models.values() for tensor in model.tensors) * len(findings.formats)
+def _run_checks(models: dict[Path, Model], findings: Findings, threads: int, summation: Summation | None) -> None:
+    """Fills findings, with products of some tensors if there is a summation."""
+    tensors = sum(not tensor.skipped for model in models.values() for tensor in model.tensors)
+    total, multiplied = tensors * len(findings.formats), frozenset() if summation is None else chosen(tensors)
+    numbers = itertools.count()
     # NumPy, XLA and the kernels release Python's lock, so formats of a tensor run in parallel.
     work = in_flight.InFlight()
 
-    def run(x: np.ndarray, format: Format) -> Check:
+    def run(x: np.ndarray, format: Format, number: int) -> Check:
         with work.room(in_flight.bytes_of(x, format)):
-            return check(x, format, findings.backends)
+            found = check(x, format, findings.backends)
+            if number not in multiplied:
+                return found
+            return replace(found, products=check_products(x, format, findings.backends, summation))
 
     with progress() as bar, _pool(threads) as pool:
         task = bar.add_task("", total=total)
@@ -153,7 +196,8 @@ def _run_checks(models: dict[Path, Model], findings: Findings, threads: int) -> 
                 bar.update(task, description=escape(untrusted.printable(tensor.name)))
                 x = tensor.read()
                 findings.inputs[path, tensor.name] = hashlib.sha256(x.tobytes()).hexdigest()
-                running = [pool.submit(run, x, format) for format in findings.formats]
+                number = next(numbers)
+                running = [pool.submit(run, x, format, number) for format in findings.formats]
                 checks = []
                 for future in running:
                     try:
@@ -192,6 +236,8 @@ def _print_verdict(findings: Findings, shown: int = 20) -> None:
     tensors = sum(len(tensors) for tensors in findings.files.values())
     for name, formats in findings.without().items():
         say(f"{name} has no {', '.join(map(str, formats))}: skipped for these")
+    if findings.with_products:
+        _print_products(findings)
     names = ", ".join(backend.name for backend in findings.backends)
     what = f"{counted(tensors, 'tensor')} in {counted(len(findings.formats), 'format')} through {names}"
     if findings.empty:
@@ -204,6 +250,27 @@ def _print_verdict(findings: Findings, shown: int = 20) -> None:
         say(f"{what}: only one backend has {', '.join(map(str, findings.alone))}, nothing to compare", "red")
     else:
         say(f"{what}: all bits equal", "green")
+
+
+def _print_products(findings: Findings) -> None:
+    """Prints what products there are: how many sums were looked at, which formats and backends have none, and the verdict."""
+    for reason, formats in findings.no_products().items():
+        say(f"no products of {', '.join(map(str, formats))}: {reason}")
+    found = [one for _, one in findings.products() if one.summation is not None]
+    for why in dict.fromkeys(why for one in found for why in one.without.values()):
+        say(f"{why}: skipped for products")
+    tensors = len({(path, tensor.name) for path, tensor, check in findings.checks() if check.products is not None})
+    everything = sum(map(len, findings.files.values()))
+    some = (
+        f"{tensors} of {counted(everything, 'tensor')} (forward, dgrad, wgrad; at most {LINES} x {LINES} sums of {LENGTH} each)"
+    )
+    if not found:
+        say(f"products of {some}: none", "red")
+        return
+    compared, differ = sum(bool(one.compared) for one in found), any(one.differences for one in found)
+    verdict = "bits differ" if differ else "all bits equal" if compared else "nothing to compare"
+    what = f"products by {found[0].summation} of {some}: {sum(one.sums for one in found)} sums"
+    say(f"{what}, {verdict}", "green" if verdict == "all bits equal" else "red")
 
 
 def _print_comparison(comparison: Comparison, shown: int = 20) -> int:

@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
 
@@ -28,6 +29,10 @@ class Operand(NamedTuple):
     codes: Array
     scales: Array | None
     format: Format | None = None
+
+    def converted(self, convert: Callable[[Any], Any]) -> Operand:
+        """Returns the same arrays in another library."""
+        return self._replace(codes=convert(self.codes), scales=None if self.scales is None else convert(self.scales))
 
 
 def product(

@@ -376,6 +376,10 @@ def sums_here(summation: Summation) -> bool:
     return summation.fraction is not None and summation.group == 1
 
 
+SUMS_HERE = tuple(name for name, one in SUMMATIONS.items() if sums_here(one))
+"""Names of the summations of the CPU library."""
+
+
 def product_inputs(a: Side, b: Side, summation: Summation, bias: Any, addend: Any, *, one: Any, absent: Any) -> list[Any]:
     """Returns the inputs of `product_arrays` in its order. `one` is float32 [1, 1], `absent` has no elements."""
     inner = summation.scale_block is not None
@@ -387,8 +391,7 @@ def product_inputs(a: Side, b: Side, summation: Summation, bias: Any, addend: An
 def product_arrays(a: Side, b: Side, summation: Summation) -> Call:
     """Describes a @ b^T with defined bits, of [m, k] and [n, k]; raises ValueError for a summation of the definition alone."""
     if not sums_here(summation):
-        here = ", ".join(name for name, one in SUMMATIONS.items() if sums_here(one))
-        raise ValueError(f"the CPU library doesn't have {summation}, but {here}; definition.products has all")
+        raise ValueError(f"the CPU library doesn't have {summation}, but {', '.join(SUMS_HERE)}; definition.products has all")
     fields = {name: getattr(summation, name) for name in ("length", "fraction", "mantissa", "floor")}
     numbers = {"a_element": _FACTORS[a.kind], "b_element": _FACTORS[b.kind], "promotion": summation.promotion or 0}
     made = {"out": ((a.codes.shape[0], b.codes.shape[0]), "float32")}

@@ -218,6 +218,11 @@ def product(
     return out if dtype == "float32" else bits.to_float(bits.from_float(out), dtype)
 
 
+def summations() -> tuple[str, ...]:
+    """Returns the names of the summations that `product` has here: none without the library."""
+    return calls.SUMS_HERE if available() else ()
+
+
 def adamw(table: np.ndarray, on: Any = None) -> None:
     """Takes AdamW steps in place, of a table of `step_table.pack`; see `adamw.update`. `on` is for GPUs (`cuda.adamw`).
 

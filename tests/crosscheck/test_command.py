@@ -108,6 +108,7 @@ def test_paragraphs_of_the_help_are_whole():
         ("che", ["check"]),
         ("check --format mxint", ["mxint8", "mxint8_floor", "mxint8_32x32", "mxint8_32x32_floor"]),
         ("check --backend torch-", ["torch-cuda", "torch-compiled", "torch-definition"]),
+        ("check --summation hopper", ["hopper_bf16", "hopper_fp8"]),
         ("export run out --to high", ["high-precision"]),
     ],
 )
