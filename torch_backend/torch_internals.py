@@ -84,7 +84,7 @@ def uncounted(state: Tensor) -> Tensor:
     A compiled graph takes the state as an input. With a checkpoint in the graph and backend "eager", autograd saves it with the
     checkpoint's input and would reject the changed version when it recomputes.
     """
-    return state.data if torch.compiler.is_compiling() and not torch.compiler.is_exporting() else state
+    return state.data if torch.compiler.is_compiling() and not is_exporting() else state
 
 
 def keeping_version(tensor: Tensor) -> AbstractContextManager[Any]:
