@@ -21,7 +21,7 @@ from blockfp.sharding.reducing import check_reduce_format
 from ..ops import dequantize_plans
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import DTYPES
-from ..torch_internals import TorchDispatchMode, frame_above, proxy_mode, saved_hooks
+from ..torch_internals import TorchDispatchMode, arguments_of, frame_above, proxy_mode, saved_hooks
 
 
 def keep_codes(format: Format | str) -> Callable[[], tuple[Any, Any]]:
@@ -260,5 +260,5 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
     """Returns whether an operation draws random numbers; attention has the tag of those that do, but may have no dropout."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
+    given = dict(zip(arguments_of(func), args, strict=False)) | kwargs
     return "query" not in given or bool(given.get("dropout_p"))
