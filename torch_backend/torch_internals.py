@@ -59,9 +59,9 @@ def is_mutable(func: Any) -> bool:
     return func._schema.is_mutable
 
 
-def outputs_of(func: Any) -> list[str]:
-    """Returns the names of an operation's `out` arguments; only its private schema tells."""
-    return [argument.name for argument in func._schema.arguments if argument.is_out]
+def arguments_of(func: Any, *, out: bool = False) -> list[str]:
+    """Returns the names of an operation's arguments, or of its `out` arguments alone; only its private schema tells."""
+    return [argument.name for argument in func._schema.arguments if argument.is_out or not out]
 
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -84,7 +84,7 @@ def uncounted(state: Tensor) -> Tensor:
     A compiled graph takes the state as an input. With a checkpoint in the graph and backend "eager", autograd saves it with the
     checkpoint's input and would reject the changed version when it recomputes.
     """
-    return state.data if torch.compiler.is_compiling() and not torch.compiler.is_exporting() else state
+    return state.data if torch.compiler.is_compiling() and not is_exporting() else state
 
 
 def keeping_version(tensor: Tensor) -> AbstractContextManager[Any]:

@@ -2,8 +2,8 @@
 
 The formulas match `torch.optim.AdamW` and `torch.optim.Adam` (Kingma, Ba 2015; Loshchilov, Hutter 2019). Every operation is a
 single fp32 operation, so NumPy, eager torch and the kernels (kernels/include/blockfp/adamw.h) agree bit for bit. XLA would fuse
-products and sums; JAX's face prevents it (`unfused`), so moments agree too. Its constants are fp32 numbers of a traced step, so
-weights may differ in the last place.
+products and sums; JAX's face prevents it (`unfused`) and computes a traced step's constants in float64, as Python does, so
+moments and masters agree too.
 
 Moments can be stored in bfloat16, or in FP8 in blocks of 1x128 along the last axis (`MOMENT_FORMAT`). Rounding to nearest would
 not work: a step changes a second moment by about 0.1%, but codes are 0.4 to 12% apart, so a moment could rise and never fall.

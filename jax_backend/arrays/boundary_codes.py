@@ -21,7 +21,8 @@ def keep_codes(function: Callable[..., Any], format: Format | str) -> Callable[.
     It takes the place of `jax.checkpoint(function)`, whose policies can't choose what is kept of arguments. The forward is
     unchanged. Gradients are those of `function` at the values of the codes: half of bfloat16's bytes with MXFP8, of every
     layer's input in a `lax.scan`. Other arguments are kept as they are. Blocks run along the last axis and are counted from the
-    whole array, so no mesh changes a code. It has derivatives in reverse mode, once.
+    whole array, so no mesh changes a code; inside `shard_map` the array is a device's own, whose last axis must hold whole
+    blocks. It has derivatives in reverse mode, once.
 
     Args:
         function: takes an activation [.., features] of float32, float16 or bfloat16 and other trees of arrays, all by position.

@@ -141,14 +141,16 @@ class AdamRule:
     def begin(self, done: jax.Array) -> Step:
         """Returns the constants of the step after `done` steps."""
         rate, decay = at_step(self.learning_rate, done), at_step(self.weight_decay, done)
-        count = done + 1
-        number = count.astype(jnp.float32)
-        c = formulas.coefficients(number, rate, (self.b1, self.b2), self.eps, decay, decoupled=self.decoupled)
-        ahead = None
-        if self.nesterov:
-            factors = formulas.blend(number, self.b1, nesterov=True, bias_correction=True)
-            ahead = -rate * factors[0], -rate * factors[1]
-        return Step(count, c, c._replace(decay=1.0, l2=0.0), ahead, unfusing(done))
+
+        def constants(number: Any, rate: Any, decay: Any, b1: Any, b2: Any) -> tuple[Coefficients, Any]:
+            c = formulas.coefficients(number, rate, (b1, b2), self.eps, decay, decoupled=self.decoupled)
+            if not self.nesterov:
+                return c, None
+            factors = formulas.blend(number, b1, nesterov=True, bias_correction=True)
+            return c, (-rate * factors[0], -rate * factors[1])
+
+        c, ahead = rounded_once(constants, done + 1, rate, decay, self.b1, self.b2)
+        return Step(done + 1, c, c._replace(decay=1.0, l2=0.0), ahead, unfusing(done))
 
     def take(self, step: Step, keys: Any, decayed: bool, weight, first, second, gradient) -> tuple[Any, Any, Any, Any]:
         """Returns (weight, whether it is unchanged, first moment, second moment) of a leaf."""
@@ -193,8 +195,16 @@ def take_all(take: Callable, storage: Storage, kinds: list, gradients: Any, inne
 
 
 def at_step(setting: Any, done: jax.Array) -> Any:
-    """Returns a setting, or a schedule's value after `done` steps."""
-    return jnp.asarray(setting(done) if callable(setting) else setting, jnp.float32)
+    """Returns a setting, or a schedule's value after `done` steps: a number, or a float32 array."""
+    value = setting(done) if callable(setting) else setting
+    return float(value) if isinstance(value, Real) else jnp.asarray(value, jnp.float32)
+
+
+def rounded_once(constants: Callable[..., Any], *args: Any) -> Any:
+    """Returns constants(*args), computed in float64 and rounded to float32, as PyTorch's constants are Python's numbers."""
+    with jax.enable_x64(True):
+        exact = constants(*(each if isinstance(each, Real) else jnp.asarray(each, jnp.float64) for each in args))
+        return jax.tree.map(lambda each: each if isinstance(each, Real) else each.astype(jnp.float32), exact)
 
 
 def bools_of(name: str, mask: Any, weights: Any) -> list[bool]:

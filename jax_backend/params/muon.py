@@ -15,7 +15,7 @@ from blockfp.definition.muon import Settings
 from blockfp.definition.rounding import Key
 
 from ..implementations import explicit
-from .adam import AdamRule, AdamState, Schedule, Setting, at_step, bools_of, check_setting, take_all, unfusing
+from .adam import AdamRule, AdamState, Schedule, Setting, at_step, bools_of, check_setting, rounded_once, take_all, unfusing
 from .moments import Storage, check_whole
 from .optimizer import Optimizer, on_masters
 
@@ -98,8 +98,8 @@ def muon(
         begun, decayed = of_adam.begin(inner.step), bools_of("weight_decay_mask", weight_decay_mask, weights)
         kinds = list(zip(_chosen(matrices, weights), decayed, strict=True))
         rate, decay, unfused = at_step(learning_rate, inner.step), at_step(weight_decay, inner.step), unfusing(inner.step)
-        number = begun.number.astype(jnp.float32)
-        factors = formulas.blend(number, beta, nesterov=nesterov, bias_correction=bias_correction)
+        blend = partial(formulas.blend, nesterov=nesterov, bias_correction=bias_correction)
+        factors = rounded_once(blend, begun.number, beta)
 
         def take(keys, kind, weight, first, second, gradient):
             is_matrix, decayed = kind
@@ -111,9 +111,9 @@ def muon(
             direction = _orthogonal(definition.blended(momentum, gradient, factors), settings)
             rows, columns = weight.shape[-2:]
             ratio = definition.ratio(rows, columns, consistent_rms)
-            c = definition.coefficients(rate, decay if decayed else 0.0, ratio)
+            c = rounded_once(partial(definition.coefficients, ratio=ratio), rate, decay if decayed else 0.0)
             moved, _, _ = formulas.update(weight, zero, zero, direction, c, unfused=unfused)
-            return moved, formulas.stands_still(c), storage.store(momentum, keys[0], second=False), None
+            return moved, jnp.asarray(formulas.stands_still(c)), storage.store(momentum, keys[0], second=False), None
 
         return take_all(take, storage, kinds, gradients, inner, weights)
 

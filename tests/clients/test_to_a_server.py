@@ -62,7 +62,7 @@ def _mxfp4(rank):
     recipe = recipes.qat("mxfp4_e2m1_32x32", "mxfp8_e4m3")
     bfp.convert(model, recipe, filter_fn=lambda path, _: "experts" in path, weights="high_precision")
     fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = bfp.Muon(model.parameters(), lr=0.1)
     model(TOKENS, labels=TOKENS).loss.backward()
     optimizer.step()
     save_in_layout(model, folder, "mxfp4", quantize=True)

@@ -60,19 +60,40 @@ def test_what_is_kept_of_a_scan_is_codes(arrays):
     layers = jax.tree.map(lambda w: w.astype(jnp.bfloat16), layers)
     kept = jax.tree.leaves(jax.vjp(lambda x: scanned(layers, x, bfp.keep_codes(block, "mxfp8_e4m3")), x)[1])
     activations = [leaf for leaf in kept if leaf.shape[:3] == (LAYERS, 2, TOKENS)]
+    assert {leaf.dtype for leaf in activations} == {jnp.dtype(jnp.uint8)}
     assert sum(leaf.nbytes for leaf in activations) == LAYERS * 2 * TOKENS * (SIZE + SIZE // 32)
 
 
+@pytest.fixture(scope="module")
+def wide():
+    """x and g [2, 8, 96], of which two devices cut a block; exponents let a block's scale show in every code."""
+    rng = np.random.default_rng(1)
+    x, g = rng.standard_normal((2, 2, TOKENS, 96)) * np.exp2(rng.integers(-20, 20, (2, 2, TOKENS, 96)))
+    return jnp.asarray(x, jnp.float32), jnp.asarray(g, jnp.float32)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P(None, None, "a")])
-def test_no_mesh_changes_it(arrays, spec):
-    _, x, g = arrays
-    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,))
+def test_no_mesh_changes_it(wide, spec, kind):
+    x, g = wide
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(kind,))
     kept = bfp.keep_codes(lambda x, layer: x * x * layer, "mxfp8_e4m3")
     run = jax.jit(lambda x, g, layer: jax.vjp(kept, x, layer)[1](g)[0])
-    placed = (jax.device_put(array, NamedSharding(mesh, spec)) for array in (x, g))
     layer = jnp.float32(3)
-    np.testing.assert_array_equal(run(*placed, layer), run(x, g, layer))
-    np.testing.assert_array_equal(run(x, g, layer), 2 * values(x, "mxfp8_e4m3") * (3 * g))
+    wanted = 2 * values(x, "mxfp8_e4m3") * (3 * g)
+    np.testing.assert_array_equal(run(x, g, layer), wanted)
+    placed = (jax.device_put(array, NamedSharding(mesh, spec)) for array in (x, g))
+    with jax.set_mesh(mesh):
+        np.testing.assert_array_equal(run(*placed, layer), wanted)
+
+
+@pytest.mark.parametrize(("spec", "columns"), [(P("a"), 96), (P(None, "a"), 96), (P(None, None, "a"), 64)])
+def test_shard_map_with_whole_blocks_on_each_device(wide, spec, columns):
+    x, g = (array[..., :columns] for array in wide)
+    kept = bfp.keep_codes(lambda x: x * x, "mxfp8_e4m3")
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,))
+    own = jax.shard_map(lambda x, g: jax.vjp(kept, x)[1](g)[0], mesh=mesh, in_specs=(spec, spec), out_specs=spec)
+    np.testing.assert_array_equal(jax.jit(own)(x, g), 2 * values(x, "mxfp8_e4m3") * g)
 
 
 def test_pytorchs_bits(arrays):

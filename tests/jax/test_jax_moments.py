@@ -87,6 +87,24 @@ def test_moments_have_pytorchs_bits(make, moments):
                 np.testing.assert_array_equal(part.view(raw.dtype), raw, err_msg=f"{name} {entry}")
 
 
+@pytest.mark.optimized
+@pytest.mark.parametrize("make", ["adamw", "adam"])
+def test_masters_and_codes_have_pytorchs_bits(make):
+    """Constants are rounded once, as Python computes them. A plain float32 leaf isn't a master: an update is added to it."""
+    torch = pytest.importorskip("torch")
+    bfp_torch = pytest.importorskip("blockfp.torch")
+    weight = np.array(weights()["a"])
+    params, state = stepped(MAKES[make](0.01, weight_decay=0.03), {"a": bfp.quantize(jnp.asarray(weight), FORMATS["a"])})
+    param = torch.nn.Parameter(bfp_torch.quantize(torch.from_numpy(weight), FORMATS["a"]))
+    optimizer = {"adamw": bfp_torch.AdamW, "adam": bfp_torch.Adam}[make]([param], lr=0.01, weight_decay=0.03)
+    for step in range(4):
+        param.grad = torch.from_numpy(np.array(gradients_of(step)["a"]))
+        optimizer.step()
+    np.testing.assert_array_equal(state.masters["a"], optimizer.state[param]["master"].numpy())
+    np.testing.assert_array_equal(params["a"].codes, param.codes.numpy())
+    np.testing.assert_array_equal(params["a"].scales, param.scales.numpy())
+
+
 @pytest.mark.parametrize(("make", "moments"), [("adamw", "bfloat16"), ("adam", "fp8"), ("muon", "fp8")])
 def test_masters_are_near_those_of_float32_moments(make, moments):
     params = weights()

@@ -47,10 +47,11 @@ def tensors(ranks, shape):
 @pytest.mark.parametrize("shape", [(12, 64), (7, 80), (1, 32), (0, 32)])
 @pytest.mark.parametrize("format", ["mxfp8_e5m2", "fp8_e4m3_1x128", "mxfp4_e2m1"])
 @pytest.mark.parametrize("key", [None, 5])
-def test_all_reduce(shape, format, key):
-    xs = tensors(3, shape)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_all_reduce(ranks, shape, format, key):
+    xs = tensors(ranks, shape)
     wanted = summed(xs, format, key) if shape[0] else xs[0]
-    for found in threaded.run(3, lambda rank: bfp.all_reduce(torch.from_numpy(xs[rank]), format, key=key)):
+    for found in threaded.run(ranks, lambda rank: bfp.all_reduce(torch.from_numpy(xs[rank]), format, key=key)):
         np.testing.assert_array_equal(found.numpy(), wanted)
     assert all(x.flags.writeable for x in xs)
 
@@ -112,7 +113,8 @@ def gradients(model, rank):
 
 
 def _ddp(rank):
-    own = [gradients(net(), each) for each in range(2)]
+    ranks = dist.get_world_size()
+    own = [gradients(net(), each) for each in range(ranks)]
     means = []
     for megabytes in (25, 0.001):
         model = nn.parallel.DistributedDataParallel(net(), bucket_cap_mb=megabytes)
@@ -122,7 +124,9 @@ def _ddp(rank):
         assert state.state_dict()["reductions"].tolist() == [1] * 4
         for name, mean in found.items():
             xs = [one[name].numpy() for one in own]
-            wanted = summed(xs, "mxfp8_e5m2", factor=0.5) if xs[0].ndim > 1 else (xs[0] + xs[1]) * np.float32(0.5)
+            wanted = (
+                summed(xs, "mxfp8_e5m2", factor=1 / ranks) if xs[0].ndim > 1 else sum(xs[1:], xs[0]) * np.float32(1 / ranks)
+            )
             np.testing.assert_array_equal(mean.numpy(), wanted, err_msg=name)
     # Stochastic: equal on all ranks and for all buckets, again after a resume, and another step draws other bits.
     drawn = []
@@ -144,8 +148,12 @@ def _ddp(rank):
     assert torch.equal(both, drawn[0][0])
 
 
-def test_ddp():
-    gloo.run(2, __file__, "_ddp")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ddp(ranks):
+    gloo.run(ranks, __file__, "_ddp")
+
+
+def test_only_a_ddp_model_is_taken():
     with pytest.raises(TypeError, match="model must be a DistributedDataParallel, got Linear"):
         quantize_all_reduce(nn.Linear(2, 2))
 
@@ -155,6 +163,46 @@ def test_ddp():
 
 def outer_of(params):
     return torch.optim.SGD(params, lr=0.5, momentum=0.9, nesterov=True)
+
+
+def _outer(rank, moves):
+    """Moves parameters by this rank's entries; returns the common weights after each outer step."""
+    params = [nn.Parameter(torch.from_numpy(move).clone()) for move in moves[0][0]]
+    outer, found = OuterStep(params, lambda common: torch.optim.SGD(common, lr=1.0), "mxfp4_e2m1"), []
+    for step in moves:
+        with torch.no_grad():
+            for param, move in zip(params, step[rank], strict=True):
+                param.sub_(torch.from_numpy(move))
+        outer.step()
+        found.append([common.numpy().copy() for common in outer.common])
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_outer_steps_are_those_of_numpy(ranks):
+    """Of a matrix whose rows don't divide, and of a vector, which is sent as values."""
+    rng, rows = np.random.default_rng(2), 7
+    moves = [[[rng.standard_normal(s).astype(np.float32) for s in ((rows, 80), (5,))] for _ in range(ranks)] for _ in range(3)]
+    chunk = -(-rows // ranks)
+    common, vector = moves[0][0]
+    errors = [np.zeros((ranks * chunk, 80), np.float32) for _ in range(ranks + 1)]
+    expected = []
+    for step in moves:
+        totals = []
+        for rank, (move, _) in enumerate(step):
+            wanted = np.pad(common - (common - move), ((0, ranks * chunk - rows), (0, 0))) + errors[rank]
+            totals.append(cast(wanted, "mxfp4_e2m1"))
+            errors[rank] = wanted - totals[-1]
+        wanted = sum(totals[1:], totals[0]) * np.float32(1 / ranks) + errors[ranks]
+        mean = cast(wanted, "mxfp4_e2m1")
+        errors[ranks] = wanted - mean
+        updates = [vector - (vector - move) for _, move in step]
+        common, vector = common - mean[:rows], vector - sum(updates[1:], updates[0]) * np.float32(1 / ranks)
+        expected.append([common, vector])
+    for found in threaded.run(ranks, _outer, moves):
+        for one, wanted in zip(found, expected, strict=True):
+            for got, want in zip(one, wanted, strict=True):
+                np.testing.assert_array_equal(got, want)
 
 
 def _alone(rank, steps):

@@ -185,10 +185,91 @@ def test_compiled_blocks(model):
     _, gradients = run(other, x, g)
     for a, b in zip(gradients, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    with pytest.raises(Exception, match=r"compile what is inside, checkpoint\(torch\.compile\(block\), x"):
-        torch.compile(model, backend="aot_eager")(x.requires_grad_())
+
+
+class Doubled(torch.autograd.Function):
+    """A function whose saved tensor the compiler doesn't put through hooks."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("recipe", [None, "mxfp8", "fp8_delayed"])
+def test_compiled_checkpoints(model, recipe):
+    """The compiled graph keeps what eager code keeps, and gives its bits."""
     torch._dynamo.reset()
+    if recipe is not None:
+        bfp.convert(model, recipe)
+    other, x, g = copy.deepcopy(model), torch.randn(8, 64), torch.randn(8, 64)
+    compiled, kept = torch.compile(other, backend="aot_eager", fullgraph=True), []
+    for _ in range(2):
+        kept.clear()
+        expected = [*run(model, x, g), *model.buffers()]
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            y, own = compiled(a := x.clone().requires_grad_()), list(kept)
+        other.zero_grad()
+        y.backward(g)
+        found = [y, [a.grad, *(p.grad for p in other.parameters())], *other.buffers()]
+        for one, wanted in zip(found[1], expected[1], strict=True):
+            assert torch.equal(one, wanted)
+        assert all(torch.equal(one, wanted) for one, wanted in zip(found[2:], expected[2:], strict=True))
+        assert torch.equal(y, expected[0])
+    if recipe is None:
+        shapes = [(t.dtype, tuple(t.shape)) for t in own if not any(t is p for p in other.parameters())]
+        assert shapes == [(torch.uint8, (8, 64)), (torch.uint8, (8, 2))] * 3
+        with torch.no_grad():
+            assert torch.equal(compiled(x), model(x))
+    # Nothing of a token is kept but codes and scales.
+    assert sum(t.nbytes for t in own if t.shape[:1] == (8,)) == 3 * 8 * (64 + 2)
     assert hooks() is None
+
+
+def test_compiled_checkpoints_of_any_function():
+    torch._dynamo.reset()
+    context, mask = bfp.keep_codes("mxfp8_e4m3"), torch.randn(8, 64)
+
+    def attention(x, mask):
+        heads = (Doubled.apply(x) * mask).view(2, 4, 8, 8).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True), mask
+
+    def step(x, mask):
+        return checkpoint(attention, x, mask, use_reentrant=False, context_fn=context)
+
+    found = []
+    for one in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        x = torch.randn((8, 64), generator=torch.Generator().manual_seed(0), requires_grad=True)
+        y, same = one(x, mask)
+        assert torch.equal(same, mask)
+        y.square().sum().backward()
+        found += [y, x.grad]
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+
+
+def test_a_compiled_checkpoint_draws_no_random_numbers():
+    torch._dynamo.reset()
+    context = bfp.keep_codes("mxfp8_e4m3")
+    run = torch.compile(lambda x: checkpoint(F.dropout, x, use_reentrant=False, context_fn=context), backend="aot_eager")
+    with pytest.raises(
+        Exception, match=r"native_dropout.* would draw other .*: compile what is inside, checkpoint\(torch\.comp"
+    ):
+        run(torch.randn(4, 64, requires_grad=True))
+    assert hooks() is None
+    torch._dynamo.reset()
+
+
+def test_parameters_are_kept_as_they_are():
+    x, weight = torch.randn(4, 64, requires_grad=True), nn.Parameter(torch.randn(4, 64))
+    y = checkpoint(torch.mul, x, weight, use_reentrant=False, context_fn=bfp.keep_codes("mxfp8_e4m3"))
+    y.sum().backward()
+    assert torch.equal(x.grad, weight)
+    assert torch.equal(weight.grad, values(x, "mxfp8_e4m3"))
 
 
 def _rank(rank, whole, x, g, expected):

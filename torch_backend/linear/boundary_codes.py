@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache, partial
+from itertools import islice
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from blockfp.formats import WHOLE_ROW, Format
 from blockfp.sharding.placement import Sharding
@@ -17,16 +21,19 @@ from blockfp.sharding.reducing import check_reduce_format
 from ..ops import dequantize_plans
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import DTYPES
-from ..torch_internals import proxy_mode, saved_hooks
+from ..torch_internals import TorchDispatchMode, arguments_of, frame_above, proxy_mode, saved_hooks
 
 
 def keep_codes(format: Format | str) -> Callable[[], tuple[Any, Any]]:
     """Returns a `context_fn` for `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=..)`.
 
     The forward is unchanged. Of each positional input that requires a gradient, codes and scales are kept, and the backward
-    recomputes the block from their values: half of bfloat16's bytes with MXFP8. Other inputs (masks, rotary embeddings,
-    keywords) are kept as they are. Blocks run along the last axis and are counted from the whole tensor, so no mesh changes a
-    code. Hooks that were there before (`save_on_cpu`, an outer checkpoint) get codes and scales.
+    recomputes the block from their values: half of bfloat16's bytes with MXFP8. Other inputs (parameters, masks, rotary
+    embeddings, keywords) are kept as they are. Blocks run along the last axis and are counted from the whole tensor, so no mesh
+    changes a code. Hooks that were there before (`save_on_cpu`, an outer checkpoint) get codes and scales.
+
+    Compiled code that contains the checkpoint keeps the same codes. It passes keywords and tensors of a closure as positional
+    inputs. If the block writes an amax of a delayed scaling, the forward computes the block twice.
 
     Args:
         format: a `Format` or its name, with blocks in one row and no scale of the tensor, such as "mxfp8_e4m3" or
@@ -35,7 +42,8 @@ def keep_codes(format: Format | str) -> Callable[[], tuple[Any, Any]]:
     Raises:
         TypeError, ValueError: the format is unknown, or has other blocks.
         ValueError: (in the forward) a DTensor's shards cut its blocks.
-        NotImplementedError: (when compiled) the checkpoint itself is compiled; compile the block inside instead.
+        NotImplementedError: (when the checkpoint is compiled) the block draws random numbers, as dropout does; compile the
+            block inside instead.
 
     Example:
         >>> y = checkpoint(block, x, use_reentrant=False, context_fn=keep_codes("mxfp8_e4m3"))
@@ -46,13 +54,12 @@ def keep_codes(format: Format | str) -> Callable[[], tuple[Any, Any]]:
 
 def _contexts(format: Format) -> tuple[Any, Any]:
     """torch.utils.checkpoint saves inputs between this call and the entry of the first context."""
+    if proxy_mode() is not None:
+        if torch.is_grad_enabled():
+            _run_on_values(format)
+        return _Traced(None), _Traced(None)
     if not torch.is_grad_enabled():
         return nullcontext(), nullcontext()
-    if proxy_mode() is not None:
-        raise NotImplementedError(
-            f"keep_codes({format}) in a compiled checkpoint, of which the compiler chooses what to keep: compile what is "
-            "inside, checkpoint(torch.compile(block), x, use_reentrant=False, context_fn=..)"
-        )
     hooks = _Hooks(partial(_pack, format), _unpack)
     hooks.push()
     return hooks, nullcontext()
@@ -96,16 +103,10 @@ class _Hooks:
 def _pack(format: Format, below: Any, x: Tensor) -> Any:
     """Returns what is kept of x: itself, or its parts and how to put them together, through the hooks `below`."""
     pack = (lambda part: part) if below is None else below[0]
-    local, mesh, placements = x, sharding.mesh_of(x), getattr(x, "placements", ())
-    if not x.requires_grad or x.ndim < 2 or x.dtype not in DTYPES or any(each.is_partial() for each in placements):
+    coded = _quantize(format, x)
+    if coded is None:
         return below, None, pack(x), None
-    if mesh is not None:
-        _check_cut(format, x)
-        local = sharding.local_of(x)
-    if not local.numel():
-        return below, None, pack(x), None
-    parts = dequantize_plans.quantize(local.detach(), format.name, None)
-    how = (format.name, x.dtype, local.shape[-1], mesh, placements, x.shape)
+    parts, how = coded
     return below, [pack(part) for part in parts], None, how
 
 
@@ -114,9 +115,29 @@ def _unpack(kept: Any) -> Tensor:
     unpack = (lambda part: part) if below is None else below[1]
     if parts is None:
         return unpack(plain)
+    return _dequantize([unpack(part) for part in parts], how)
+
+
+def _quantize(format: Format, x: Tensor) -> tuple[list[Tensor], Any] | None:
+    """Returns codes and scales of this rank's part, and what `_dequantize` needs besides; None if x is kept as it is."""
+    placements = getattr(x, "placements", ())
+    # Parameters stay in memory anyway.
+    if isinstance(x, nn.Parameter) or not x.requires_grad or x.ndim < 2 or x.dtype not in DTYPES:
+        return None
+    if any(each.is_partial() for each in placements):
+        return None
+    local, mesh = sharding.local_of(x), sharding.mesh_of(x)
+    if mesh is not None:
+        _check_cut(format, x)
+    if not local.numel():
+        return None
+    parts = dequantize_plans.quantize(local.detach(), format.name, None)
+    return parts, (format.name, x.dtype, local.shape[-1], mesh, placements, x.shape)
+
+
+def _dequantize(parts: list[Tensor], how: Any) -> Tensor:
     name, dtype, columns, mesh, placements, shape = how
-    codes, scales = (unpack(part) for part in parts)
-    local = dequantize_plans.dequantize(codes, scales, None, name, dtype, columns, [0, 0])
+    local = dequantize_plans.dequantize(*parts, None, name, dtype, columns, [0, 0])
     return sharding.from_local(local, mesh, placements, shape)
 
 
@@ -136,3 +157,108 @@ def _cuts(format: Format, lies: Sharding) -> bool:
     if not lies.order(len(lies.shape) - 1):
         return False
     return width == WHOLE_ROW or any(lies.region(rank).origin[1] % width for rank in range(lies.mesh.size))
+
+
+# ---- compiled checkpoints
+#
+# Hooks for saved tensors do nothing while a compiler traces, and it ignores what a recomputation gives to autograd functions.
+# So the graph gets the region twice: without gradients on its inputs, and with gradients on their codes' values. The
+# partitioner is told to keep the codes, and to compute in the backward what comes from them.
+
+
+def _run_on_values(format: Format) -> None:
+    """Makes the region that a compiler's checkpoint is about to trace run twice.
+
+    Only the region's graph, a variable of a caller, tells parameters from activations: compiled code passes everything that
+    the region reads as inputs.
+    """
+    frame: FrameType | None = frame_above(2)
+    while frame is not None and not isinstance(frame.f_locals.get("gmod"), torch.fx.GraphModule):
+        frame = frame.f_back
+    if frame is None:
+        raise NotImplementedError(
+            f"keep_codes({format}) in a checkpoint that is traced by make_fx, of which only torch.compile has the graph: trace "
+            "what is inside"
+        )
+    module: torch.fx.GraphModule = frame.f_locals["gmod"]
+    if "keep_codes" in module.meta:
+        return
+    module.meta["keep_codes"] = True
+    region = torch.fx.GraphModule(module, copy.deepcopy(module.graph))
+    inputs = module.graph.find_nodes(op="placeholder")
+    parameters = [isinstance(node.meta["example_value"], nn.Parameter) for node in inputs]
+    for node in reversed(module.graph.nodes):
+        if node.op != "placeholder":
+            module.graph.erase_node(node)
+    twice = lambda *inputs: _twice(format, torch.fx.Interpreter(region).run, parameters, inputs)  # noqa: E731
+    module.graph.output(module.graph.call_function(twice, tuple(inputs)))
+
+
+def _twice(format: Format, run: Callable[..., Any], parameters: list[bool], inputs: tuple[Any, ...]) -> Any:
+    """Returns the region's outputs, whose gradients are of the region at the values of its inputs' codes."""
+    with torch.no_grad(), _Traced(None, format):
+        outputs = run(*inputs)
+    values = list(inputs)
+    for index, (x, parameter) in enumerate(zip(inputs, parameters, strict=True)):
+        if isinstance(x, Tensor) and not parameter:
+            with _Traced(CheckpointPolicy.MUST_SAVE):
+                coded = _quantize(format, x)
+            if coded is not None:
+                with _Traced(CheckpointPolicy.MUST_RECOMPUTE):
+                    values[index] = _Instead.apply(x, _dequantize(*coded))
+    with _Traced(CheckpointPolicy.MUST_RECOMPUTE):
+        again = run(*values)
+    return tuple(
+        _Instead.apply(one, y) if isinstance(one, Tensor) and one.requires_grad else y
+        for one, y in zip(again, outputs, strict=True)
+    )
+
+
+class _Instead(torch.autograd.Function):
+    """Another value in place of a tensor's, with that tensor's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _Traced(TorchDispatchMode):
+    """Tells the partitioner of a compiled graph what to do with the operations inside.
+
+    If `drawn` is a format, operations that draw random numbers are refused: the second run would draw others.
+    """
+
+    def __init__(self, policy: CheckpointPolicy | None, drawn: Format | None = None):
+        super().__init__()
+        self._policy, self._drawn = policy, drawn
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, mode = kwargs or {}, proxy_mode()
+        if self._drawn is not None and _draws(func, args, kwargs):
+            raise NotImplementedError(
+                f"keep_codes({self._drawn}) in a compiled checkpoint: {func} would draw other random numbers in the backward: "
+                "compile what is inside, checkpoint(torch.compile(block), x, use_reentrant=False, context_fn=..)"
+            )
+        before = 0 if mode is None else len(mode.tracer.graph.nodes)
+        result = func(*args, **kwargs)
+        if mode is not None:
+            nodes = mode.tracer.graph.nodes
+            for node in islice(reversed(nodes), len(nodes) - before):
+                node.meta["recompute"] = self._policy
+        return result
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Returns whether an operation draws random numbers; attention has the tag of those that do, but may have no dropout."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    given = dict(zip(arguments_of(func), args, strict=False)) | kwargs
+    return "query" not in given or bool(given.get("dropout_p"))

@@ -32,11 +32,11 @@ from ..sharded.quantize import WeightShard, quantize_weights
 from ..sharded.rank_plan import AXIS, Quantization, TensorParallelShard, weight_quantization
 from ..torch_internals import (
     NO_TORCH_FUNCTION,
+    arguments_of,
     decomposes,
     forbid_pointer,
     is_mutable,
     make_wrapper_subclass,
-    outputs_of,
     pytree,
     return_and_correct_aliasing,
 )
@@ -180,7 +180,11 @@ class CastWeight(Wrapper):
                 f"{func} is not defined for a CastWeight: it changes a tensor's shape in place, which the weight "
                 "wouldn't notice; use the out-of-place operation"
             )
-        if kwargs and any(isinstance(each, CastWeight) for each in pytree.tree_leaves(kwargs)) and (names := outputs_of(func)):
+        if (
+            kwargs
+            and any(isinstance(each, CastWeight) for each in pytree.tree_leaves(kwargs))
+            and (names := arguments_of(func, out=True))
+        ):
             return _written(func, args, kwargs, names)
         plain_args, plain_kwargs = pytree.tree_map_only(CastWeight, lambda weight: weight.values, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
