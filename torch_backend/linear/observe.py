@@ -102,8 +102,8 @@ class Observation:
     def scalars(self) -> dict[str, float]:
         """Returns the last step's figures by name, for loggers: "layers.0.up/input rowwise/sqnr".
 
-        `amax` and `sqnr` are as in `Observed`; `saturated` and `flushed` are shares of the elements. Oscillations add "../weight"
-        with shares `changed`, `flipped` and `oscillating`, and `frequency`.
+        `amax` and `sqnr` are as in `Observed`; `saturated` and `flushed` are shares of the elements. Oscillations add
+        "../weight" with shares `changed`, `flipped` and `oscillating`, and `frequency`.
         """
         found = {}
         for record in takewhile(self._is_last, reversed(self.records)):
