@@ -282,7 +282,7 @@ def step_times(result: dict) -> Drawing:
         "torchao_fp8_gather": "torchao, FP8 per tensor, FP8 all-gather",
         "fp8_current": "blockfp, FP8 per tensor",
         "fp8_block": "blockfp, FP8 in blocks",
-        "mxfp8": "blockfp, MXFP8 (multiplied in bf16)",
+        "mxfp8": "blockfp, MXFP8, products then in bf16",
     }
     rows = result["rows"]
     drawing = Drawing("Milliseconds of a training step under FSDP2", 800, 100 + 30 * len(rows))

@@ -154,6 +154,16 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
+disable_compiler: Callable[[Any], Any] = torch._compile._disable_dynamo
+"""Does what `torch.compiler.disable` does, and imports the compiler when the function is called first."""
+
+
+def assume_constant_result(function: Any) -> Any:
+    """Does what torch.compiler's decorator of this name does, without importing the compiler."""
+    function._dynamo_marked_constant = True
+    return function
+
+
 def mark_static_address(tensor: Tensor) -> None:
     """Tells torch.compile that a tensor's address is fixed; otherwise CUDA graphs write into a copy that is lost."""
     torch._dynamo.mark_static_address(tensor, guard=False)

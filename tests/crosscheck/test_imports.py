@@ -146,6 +146,60 @@ print(json.dumps([sorted(packages), sorted(added)]))
     assert not {"asyncio", "email", "http.client", "importlib.metadata", "multiprocessing", "ssl", "subprocess"} & set(added)
 
 
+@pytest.mark.parametrize(
+    ("face", "own"),
+    [
+        ("jax", {"jax._src", "jax.experimental", "jax.extend"}),
+        ("torch", {"torch.utils"}),  # not torch._dynamo, DTensor or DCP, which cost more than the rest of the face
+    ],
+)
+def test_a_face_brings_little_beside_its_library(tmp_path, face, own):
+    pytest.importorskip(face)
+    added = imported_by(f"import blockfp.{face}", tmp_path) - imported_by(f"import numpy, {face}", tmp_path)
+    others = {name for name in added if name.partition(".")[0] not in ("array_api_compat", "blockfp", "ml_dtypes")}
+    libraries = {".".join(name.split(".")[:2]) for name in others if name.partition(".")[0] not in sys.stdlib_module_names}
+    assert libraries == own
+    assert len(others) < 50
+
+
+DTENSOR = """
+import sys, importlib.util, torch, torch.distributed as dist
+import blockfp.torch as bfp
+q = bfp.quantize(torch.ones(32, 64), "mxfp8_e4m3")
+assert "torch.distributed.tensor" not in sys.modules
+assert importlib.util.find_spec("torch.distributed.tensor") is not None, "found, not imported"
+finders = len(sys.meta_path)
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+assert len(sys.meta_path) == finders - 1
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+try:
+    bfp.quantize(DTensor.from_local(torch.ones(32, 64), mesh, [Replicate()]), "mxfp8_e4m3")
+except ValueError as error:
+    print("quantize:", error)
+try:
+    DTensor.from_local(q, mesh, [Shard(0)]).dequantize()
+except NotImplementedError as error:
+    print("dequantize:", error)
+codes, scales = (DTensor.from_local(part, mesh, [Shard(0)]) for part in (q.codes, q.scales))
+values = torch.ops.blockfp.dequantize(codes, scales, None, q.format.name, torch.float32, 64, [0, 0])
+print("placed:", tuple(values.placements) == (Shard(0),) and bool((values.to_local() == 1).all()))
+dist.destroy_process_group()
+"""
+
+
+def test_dtensor_may_be_imported_later(tmp_path):
+    """The face doesn't import it, and the rules for it hold as soon as a program does."""
+    pytest.importorskip("torch")
+    done = subprocess.run([sys.executable, "-c", DTENSOR], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+    lines = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    assert lines["quantize"].startswith("x is a DTensor")
+    assert lines["dequantize"].startswith("a DTensor has no dequantize()")
+    assert lines["placed"] == "True"
+
+
 @pytest.mark.parametrize(("face", "library"), [("jax", "JAX"), ("torch", "PyTorch")])
 def test_a_face_says_which_extra_installs_its_library(tmp_path, face, library):
     """Nothing else that is missing is called so: another module's error stays its own."""

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from blockfp.array import QuantizedArray
 from blockfp.definition import layout
@@ -77,7 +76,9 @@ def _whole(path: Path, name: str, tensor: Any) -> Any:
             f"tensor {name!r} must be a torch.Tensor, got {type(tensor).__name__}: blockfp.save and blockfp.jax.save take the "
             "arrays of their libraries"
         )
-    if isinstance(tensor, DTensor) or (isinstance(tensor, CastWeight) and (tensor.cut or tensor.shape != tensor.whole)):
+    if sharding.mesh_of(tensor) is not None or (
+        isinstance(tensor, CastWeight) and (tensor.cut or tensor.shape != tensor.whole)
+    ):
         raise BadFile(path, "it is a shard, not a whole tensor: save_checkpoint saves sharded models", name)
     if isinstance(tensor, Tensor) and tensor.is_meta:
         raise BadFile(path, "it is on the meta device, where it has no values", name)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -97,6 +98,26 @@ class Observation:
     def rows(self) -> list[dict]:
         """Returns the records as dictionaries, for tables and JSON."""
         return [asdict(record) for record in self.records]
+
+    def scalars(self) -> dict[str, float]:
+        """Returns the last step's figures by name, for loggers: "layers.0.up/input rowwise/sqnr".
+
+        `amax` and `sqnr` are as in `Observed`; `saturated` and `flushed` are shares of the elements. Oscillations add
+        "../weight" with shares `changed`, `flipped` and `oscillating`, and `frequency`.
+        """
+        found = {}
+        for record in takewhile(self._is_last, reversed(self.records)):
+            shares = {"saturated": record.saturated / record.elements, "flushed": record.flushed / record.elements}
+            for name, value in {"amax": record.amax, "sqnr": record.sqnr, **shares}.items():
+                found[f"{record.module}/{record.operand}/{name}"] = value
+        for weight in takewhile(self._is_last, reversed(self.oscillations)):
+            counts = {name: getattr(weight, name) / max(weight.elements, 1) for name in ("changed", "flipped", "oscillating")}
+            for name, value in {**counts, "frequency": weight.frequency}.items():
+                found[f"{weight.module}/weight/{name}"] = value
+        return dict(sorted(found.items()))
+
+    def _is_last(self, record: Observed | Oscillation) -> bool:
+        return record.step == self.steps - 1
 
 
 @contextmanager

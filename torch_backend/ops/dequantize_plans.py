@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from blockfp.definition import numerics
@@ -15,6 +14,7 @@ from blockfp.formats import Format
 from blockfp.kernels import calls, native, switch
 
 from . import cuda
+from .dtensors import when_imported
 from .kernels import kernels_for
 from .library import define, empty_parts, fake, impl, maker, name_of
 
@@ -129,13 +129,15 @@ def _dequantize_tensor_fake(q: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(q.shape, dtype=dtype, device=q.device)
 
 
-if dist.is_available():
-    from torch.distributed.tensor import Replicate, Shard
+@when_imported
+def _register_sharding(dtensor: Any) -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
     # Ops with lists of tensors have no sharding rule: DTensor has no public way to specify placements of lists.
+    Replicate, Shard = dtensor.Replicate, dtensor.Shard
+
     @register_sharding(dequantize)
-    def _dequantize_sharding(codes, scales, tensor_scale, format, dtype, columns, origin):
+    def placements(codes, scales, tensor_scale, format, dtype, columns, origin):
         """Lists the placements under which DTensors are dequantized locally: each row of codes needs its own row of scales."""
         # DTensor caches the result by shapes, whatever the format, so only shapes may decide.
         whole = None if tensor_scale is None else Replicate()

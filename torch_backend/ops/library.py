@@ -17,7 +17,7 @@ from blockfp.definition import layout
 from blockfp.definition.bits import FLOAT_DTYPES
 from blockfp.formats import ELEMENTS, Format
 
-from ..torch_internals import FakeTensor, dispatch_modes, is_exporting, pytree
+from ..torch_internals import FakeTensor, disable_compiler, dispatch_modes, is_exporting, pytree
 
 # A Library with Python functions costs two thirds of `torch.library.custom_op`'s host time.
 _library = torch.library.Library("blockfp", "DEF")
@@ -101,8 +101,7 @@ def runs_now(tensor: Tensor) -> bool:
 
 def outside_graphs(function: Function) -> Function:
     """Makes compilers break their graph at a function."""
-    disabled: Any = torch.compiler.disable(function)
-    return disabled
+    return disable_compiler(function)
 
 
 # ---- programs of torch.export

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from ..ops.dtensors import when_imported
 from ..torch_internals import is_mutable
 
 aten = torch.ops.aten
@@ -115,11 +115,12 @@ def noted(error: NotImplementedError, hints: Sequence[str]) -> NotImplementedErr
     return error
 
 
-if dist.is_available():
+@when_imported
+def _register_sharding(dtensor: Any) -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
     @register_sharding(aten.dequantize.self)
-    def _refuse_dtensor(x: Any) -> None:
+    def refuse(x: Any) -> None:
         """Rejects DTensor.dequantize(), a torch method that never reaches the local tensor."""
         raise NotImplementedError(
             "a DTensor has no dequantize(): for a quantized one, to_local().dequantize() returns this rank's values, "

@@ -15,16 +15,21 @@ from torch import Tensor
 
 from blockfp.sharding.placement import Mesh, Placement, Region, Replicate, Sharding, from_dtensor
 
+from ..ops.dtensors import when_imported
 from ..torch_internals import dtensor_like, functional_collectives, local_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-if TYPE_CHECKING or dist.is_available():
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 else:
-    DTensor = ()
+    DTensor = ()  # no tensor is one before `torch.distributed.tensor` is imported
+
+
+@when_imported
+def _set_class(module: Any) -> None:
+    global DTensor
+    DTensor = module.DTensor
+
 
 ONE_RANK = Mesh((1,), ("one",))
 

@@ -21,14 +21,13 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-import torch
-
 from blockfp.recipes import Cast
 from blockfp.sharding import plans
 from blockfp.sharding.plans import Operand
 from blockfp.sharding.steps import Gather, Plan
 
 from ...sharded.rank_plan import COLUMNS, RankPlan, TensorParallelShard, rank_plan
+from ...torch_internals import assume_constant_result
 
 
 def operand_plan(
@@ -57,7 +56,7 @@ _told: set[tuple[str, bool, Operand]] = set()
 """(format, columnwise, operand) of warnings already given."""
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _constant_plan(*question: Any) -> RankPlan:
     return _rank_plan(*question)
 

@@ -31,6 +31,7 @@ from blockfp.kernels import cuda_library, switch
 from blockfp.kernels.products import plan
 from blockfp.kernels.routes import Route, route
 
+from ...torch_internals import assume_constant_result
 from .. import cuda, kernels
 from ..dequantize_plans import plan_of
 from ..library import define, fake, impl, maker, name_of
@@ -237,7 +238,7 @@ def comes_aligned(x: Tensor, own: Format | None, other: Format | None, *, exact:
 
 
 # A constant for dynamo.
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _aligns(kind: str, index: int | None, own: str, other: str) -> bool:
     if kind == "cuda" and not torch.cuda.is_available():
         # Fake tensors may name a device that this machine lacks.
