@@ -154,7 +154,7 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-disable_compiler: Callable[[Any], Any] = torch._compile._disable_dynamo
+disable_compiler: Callable[[Any], Any] = torch._compile._disable_dynamo  # pyright: ignore[reportAttributeAccessIssue]
 """Does what `torch.compiler.disable` does, and imports the compiler when the function is called first."""
 
 

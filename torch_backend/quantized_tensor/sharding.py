@@ -27,8 +27,7 @@ else:
 
 @when_imported
 def _set_class(module: Any) -> None:
-    global DTensor
-    DTensor = module.DTensor
+    globals()["DTensor"] = module.DTensor
 
 
 ONE_RANK = Mesh((1,), ("one",))
