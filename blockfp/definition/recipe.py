@@ -24,6 +24,8 @@ Operand = Literal["input", "weight", "gradient"]
 Direction = Literal["rowwise", "columnwise"]
 Product = Literal["forward", "dgrad", "wgrad"]
 Compute = Literal["quantized", "high_precision"]
+Exact = Literal["", "exact", "order", "exact+order"]
+"""What of a product is exact: "exact" its operands (`Recipe.exact_products`), "order" its sums (`Recipe.exact_order`)."""
 
 OPERANDS: tuple[Operand, ...] = get_args(Operand)
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
@@ -104,6 +106,11 @@ class Recipe:
         exact_products: True multiplies the exact values of codes and scales on every device. By default, Hopper's FP8 matrix
             units multiply MX codes aligned to one power of two per 128 elements, which changes an element by at most 2^-17.9 of
             the largest (docs/numerics.md). Exact MX products run in bfloat16 there, at half the speed.
+        exact_order: True gives all three products defined bits: those of blockfp's own Hopper kernel, in the same order of sums
+            on a GPU and on a CPU, in PyTorch and in JAX (docs/numerics.md). `fast_accum` is ignored. If inputs and weights have
+            scales per block or row, a row of the result depends on that row alone. Products that neither Hopper's FP8 units nor
+            bfloat16 multiply exactly raise ValueError.
+        exactness: `exact_products` and `exact_order` in one word.
         text: everything except name and delayed scaling as one line; recipes with equal texts compute the same.
 
     `recipe.replace(gradient=Cast("fp8_e5m2"))` returns a changed copy.
@@ -120,6 +127,8 @@ class Recipe:
     eps: float = 0.0
     fast_accum: frozenset[Product] = frozenset({"forward"})
     exact_products: bool = False
+    exact_order: bool = False
+    exactness: Exact = field(init=False, repr=False, compare=False)
     text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
@@ -135,14 +144,17 @@ class Recipe:
         unknown = self.fast_accum - set(_PRODUCTS)
         if unknown:
             raise ValueError(f"fast_accum names products among {_PRODUCTS}, got {sorted(unknown)}")
-        if not isinstance(self.exact_products, bool):
-            raise TypeError(f"exact_products must be True or False, got {self.exact_products!r}")
+        for name in ("exact_products", "exact_order"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         self._check_weight()
         self._check_rotations()
         casts = [self.cast(operand, direction)._text() for operand in OPERANDS for direction in DIRECTIONS]
         fast = "+".join(product for product in _PRODUCTS if product in self.fast_accum)
+        exact = "+".join(name for name, asked in (("exact", self.exact_products), ("order", self.exact_order)) if asked)
         # Computed once, because compilers treat the string as a constant but would make a number symbolic.
-        object.__setattr__(self, "text", ",".join([*casts, repr(self.eps), fast, "exact" * self.exact_products]))
+        object.__setattr__(self, "exactness", exact)
+        object.__setattr__(self, "text", ",".join([*casts, repr(self.eps), fast, exact]))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -160,9 +172,8 @@ class Recipe:
             casts.append(Cast(Format.parse(name) if name else None, **given))
         names = [operand + way for operand in OPERANDS for way in ("", "_columnwise")]
         products: Any = frozenset(fast.split("+")) - {""}
-        return Recipe(
-            text, **dict(zip(names, casts, strict=True)), eps=float(eps), fast_accum=products, exact_products=bool(exact)
-        )
+        exactly: dict[str, Any] = {"exact_products": "exact" in exact, "exact_order": "order" in exact}
+        return Recipe(text, **dict(zip(names, casts, strict=True)), eps=float(eps), fast_accum=products, **exactly)
 
     def _check_weight(self):
         rowwise, columnwise = self.weight.format, self.weight_columnwise.format

@@ -58,6 +58,7 @@ def plan(
     bands: bool = False,
     fast: bool = False,
     accumulate: bool = False,
+    exact_order: bool = False,
 ) -> Plan:
     """Plans a @ b^T of FP8 codes.
 
@@ -74,18 +75,20 @@ def plan(
             the own kernel is faster then.
         fast: whether sums may keep fewer bits; sums over blocks never do.
         accumulate: whether to add to the result's contents.
+        exact_order: whether to add in the defined order (`kernels.exact_order`), which the own kernel has; not `fast` then.
 
     Raises:
         ValueError: neither kernel takes the product.
     """
-    fast = fast and a.per_tensor and b.per_tensor
+    fast = fast and a.per_tensor and b.per_tensor and not exact_order
     refused = _refusal(a, b, m, n, k, cublas, groups)
     adds_bias = bias is None or (bias == dtype and dtype != "float32")
     if capability != HOPPER and refused:
         raise ValueError(
             f"no kernel of compute capability {capability} multiplies {a} by {b} with m, n, k = {m}, {n}, {k}: {refused}"
         )
-    own = capability == HOPPER and (bands or bool(refused) or not adds_bias or _own_is_faster(a, b, m, n, k, fast))
+    must = exact_order or bands or bool(refused) or not adds_bias
+    own = capability == HOPPER and (must or _own_is_faster(a, b, m, n, k, fast))
     matrices = groups if groups and not along_k else 1
     pieces = _own_pieces if own else _cublas_pieces
     workspace = sum(_piece(size) for size in pieces(a, b, m, n, k, matrices, ordered)) + (0 if own else _CUBLAS_WORKSPACE)

@@ -151,9 +151,14 @@ def _lower_definition(context, *operands, call: _Call):
     return mlir.lower_fun(_stacked(call), multiple_results=True)(context, *operands)
 
 
-def _lower(context, *operands, call: _Call):
+def library_may_run(context) -> bool:
+    """Returns whether a program may call the library: it isn't exported, and XLA doesn't split it over devices."""
     exported = context.module_context.lowering_parameters.for_export
-    if not call.asked and (exported or not _on_one_device(context.module_context.axis_context)):
+    return not exported and _on_one_device(context.module_context.axis_context)
+
+
+def _lower(context, *operands, call: _Call):
+    if not call.asked and not library_may_run(context):
         return _lower_definition(context, *operands, call=call)
     return lower_to_library(call.operation, context, operands, call.described(context.avals_in[0]))
 

@@ -166,10 +166,12 @@ def product(
     fast: bool,
     ordered: bool = False,
     bands: bool = False,
+    exact_order: bool = False,
 ) -> jax.Array:
     """Multiplies a @ b^T + bias by the kernel that `kernels.products` says; the bias [n] is added to the sums in fp32.
 
-    `ordered` says that scales of 1x128 are as `align` writes them; `bands` is that of `kernels.products.plan`.
+    `ordered` says that scales of 1x128 are as `align` writes them; `bands` and `exact_order` are those of
+    `kernels.products.plan`.
     """
     (m, k), n = a.codes.shape, b.codes.shape[0]
     if 0 in (m, n, k):
@@ -177,13 +179,21 @@ def product(
     version, name, bias = cublas_version(), jnp.dtype(dtype).name, _readable(bias)
     options = {"cublas": version, "fast": fast, "ordered": (ordered, ordered), "bands": bands, "capability": capability}
     kinds = {"dtype": name, "bias": None if bias is None else jnp.dtype(bias.dtype).name}
-    chosen = plan(a_format, b_format, m, n, k, **kinds, **options)
+    chosen = plan(a_format, b_format, m, n, k, **kinds, **options, exact_order=exact_order)
     if not chosen.adds_bias:
         assert bias is not None
         options = {"capability": capability, "fast": fast, "ordered": ordered, "bands": bands}
         return (product(a, a_format, b, b_format, jnp.float32, **options) + bias.astype(jnp.float32)).astype(dtype)
     scales = (q.scales.reshape(1) if f.per_tensor else q.scales for q, f in ((a, a_format), (b, b_format)))
     return _multiply((m, n), dtype, chosen, a.codes, b.codes, *scales, bias=bias)
+
+
+def product_of_values(
+    a: jax.Array, b: jax.Array, a_scale: jax.Array, b_scale: jax.Array, dtype, *, bias: jax.Array | None = None
+) -> jax.Array:
+    """Multiplies a @ b^T of bfloat16, with a scale each, float32 [1], by the library's own kernel."""
+    (m, k), n = a.shape, b.shape[0]
+    return _multiply((m, n), dtype, plan_values(m, n, k), a, b, a_scale, b_scale, bias=_readable(bias))
 
 
 def _multiply(shape, dtype, chosen: Plan, *operands: jax.Array, **given: jax.Array | None) -> jax.Array:

@@ -6,16 +6,18 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import batching, mlir
 
 from blockfp.definition import bits, matrix_units, products
 from blockfp.definition.matrix_units import Summation
 from blockfp.definition.products import Operand, Side
 from blockfp.kernels import calls, native
 
-from .cpu import lower_to_library
+from .cpu import library_may_run, lower_to_library
+from .explicit import vary, varying
 from .jax_internals import runs_compiled
 
 
@@ -52,8 +54,23 @@ def _define(*operands, call: _Call) -> jax.Array:
     return bits.to_float(total, "float32")
 
 
+def _batched(operands, axes, *, call: _Call):
+    # Matrices are as large as the work between them.
+    stacked, same = [i for i, axis in enumerate(axes) if axis is not None], list(operands)
+
+    def one(each):
+        for i, x in zip(stacked, each, strict=True):
+            same[i] = x
+        return _product_p.bind(*same, call=call)
+
+    return lax.map(one, [jnp.moveaxis(operands[i], axes[i], 0) for i in stacked]), 0
+
+
+batching.primitive_batchers[_product_p] = _batched
+
+
 def _lower(context, *operands, call: _Call):
-    if not native.available() or not calls.sums_here(call.summation):
+    if not native.available() or not calls.sums_here(call.summation) or not library_may_run(context):
         return _lower_definition(context, *operands, call=call)
     described = calls.product_arrays(*call.sides(*context.avals_in[:6]), call.summation)
     return lower_to_library("product", context, operands, described)
@@ -80,5 +97,5 @@ def product(
         left, right, summation, bias, addend, one=jnp.ones((1, 1), jnp.float32), absent=jnp.zeros((0,), jnp.float32)
     )
     call = _Call((left.kind, right.kind), (left.of_parts, right.of_parts), summation)
-    out = _product_p.bind(*given, call=call)
+    out = vary(_product_p.bind(*given, call=call), frozenset().union(*map(varying, given)))
     return out if dtype == "float32" else bits.to_float(bits.from_float(out), dtype)

@@ -120,6 +120,10 @@ def grouped_linear(
             unevenly or inside blocks; or an operand is cut over Explicit axes outside shard_map.
     """
     recipe = recipes.for_linear(recipe)
+    if recipe.exact_order:
+        raise ValueError(
+            f"recipe {recipe} has exact_order, and grouped_linear adds spans of rows: multiply each group by linear"
+        )
     check_tensors(x, weight, bias, grouped=True)
     check_state(recipe, state, key)
     if isinstance(x, QuantizedArray):
@@ -206,7 +210,7 @@ class _GroupedLinear(Layer):
         return self._quantized(g, kept.tiles, casts, scaling, rowwise, columnwise)
 
     def multiply_rows(self, operand: Any, weight: Any, tiles, dtype, *, bias=None, fast) -> jax.Array:
-        exact = self.recipe.exact_products
+        exact = self.recipe.exactness
         if self.at_once:
             return multiply_rows(operand, weight, tiles, dtype, bias=bias, fast=fast, exact=exact)
         y = by_rows(operand, weight, tiles, dtype, bias=bias, fast=fast, exact=exact)
@@ -215,12 +219,12 @@ class _GroupedLinear(Layer):
     def multiply_rows_back(self, gradient: Any, weight: Any, tiles, *, fast) -> jax.Array:
         if not self.at_once or not isinstance(weight, QuantizedArray) or not weight.format.square:
             return super().multiply_rows_back(gradient, weight, tiles, fast=fast)
-        exact = self.recipe.exact_products
+        exact = self.recipe.exactness
         return multiply_rows(gradient, weight, tiles, self.dtype, turned=True, fast=fast, exact=exact)
 
     def multiply_columns(self, gradient: Any, x: Any, tiles, *, fast) -> jax.Array:
         multiply = multiply_columns if self.at_once else by_columns
-        return multiply(gradient, x, tiles, self.weight_dtype, fast=fast, exact=self.recipe.exact_products)
+        return multiply(gradient, x, tiles, self.weight_dtype, fast=fast, exact=self.recipe.exactness)
 
     def bias_rows(self, bias, tiles) -> jax.Array:
         return jnp.where((tiles.target >= 0)[:, None], bias[tiles.group_of_token()], 0)

@@ -17,6 +17,7 @@ import numpy as np
 from blockfp.definition import alignment
 from blockfp.definition.groups import ordered
 from blockfp.definition.numerics import Quantized
+from blockfp.definition.recipe import Exact
 from blockfp.formats import Format
 from blockfp.kernels.routes import HOPPER, exact_in_bfloat16, group_mode, why_groups_apart
 from blockfp.recipes import Recipe
@@ -70,7 +71,7 @@ def multiply_rows(
     *,
     bias: jax.Array | None = None,
     fast: bool,
-    exact: bool,
+    exact: Exact,
     turned: bool = False,
 ) -> jax.Array:
     """Multiplies rows with their group's weight and adds its bias; zeros for rows beyond all groups.
@@ -84,7 +85,7 @@ def multiply_rows(
         fast, exact: as for `products.product`.
         turned: see `weight`.
     """
-    mode = group_mode(x.format, weight.format if isinstance(weight, QuantizedArray) else None, exact)
+    mode = group_mode(x.format, weight.format if isinstance(weight, QuantizedArray) else None, "exact" in exact)
 
     def kernel(x, weight, bias, tiles):
         weight = _turned(weight) if turned and mode != "aligned" else weight
@@ -103,14 +104,14 @@ def multiply_rows(
 
     def definition(x, weight, bias, tiles):
         weight = weight.mT if turned else weight
-        return gather_rows(by_rows(x.tiles(tiles), weight, tiles, dtype, bias=bias, fast=fast, exact=True), tiles.target)
+        return gather_rows(by_rows(x.tiles(tiles), weight, tiles, dtype, bias=bias, fast=fast, exact="exact"), tiles.target)
 
     return explicit.on_device(kernel, definition, x, weight, bias, tiles)
 
 
-def multiply_columns(a: GroupCodes, b: GroupCodes, tiles: Tiles, dtype, *, fast: bool, exact: bool) -> jax.Array:
+def multiply_columns(a: GroupCodes, b: GroupCodes, tiles: Tiles, dtype, *, fast: bool, exact: Exact) -> jax.Array:
     """Returns [groups, m, n]: products of each group's columns of a [m, columns] and of b [n, columns], transposed."""
-    mode = group_mode(a.format, b.format, exact)
+    mode = group_mode(a.format, b.format, "exact" in exact)
 
     def kernel(a, b, tiles):
         if mode is None:
@@ -129,7 +130,7 @@ def multiply_columns(a: GroupCodes, b: GroupCodes, tiles: Tiles, dtype, *, fast:
         return cuda.multiply_groups(of_filled(a), of_filled(b), formats, jnp.cumsum(tiles.sizes), dtype, **options)
 
     def definition(a, b, tiles):
-        return by_columns(a.tiles(tiles), b.tiles(tiles), tiles, dtype, fast=fast, exact=True)
+        return by_columns(a.tiles(tiles), b.tiles(tiles), tiles, dtype, fast=fast, exact="exact")
 
     return explicit.on_device(kernel, definition, a, b, tiles)
 

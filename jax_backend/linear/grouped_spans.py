@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from blockfp.definition.recipe import Exact
+
 from ..arrays.array import QuantizedArray
 from ..implementations import explicit
 from ..params.params import shares_scale
@@ -26,7 +28,7 @@ class _Span(NamedTuple):
 
 
 def by_rows(
-    x: Matrix, weight: Matrix, tiles: Tiles, dtype, *, bias: jax.Array | None = None, fast: bool, exact: bool
+    x: Matrix, weight: Matrix, tiles: Tiles, dtype, *, bias: jax.Array | None = None, fast: bool, exact: Exact
 ) -> jax.Array:
     """Returns [tiles * rows, n]: each tile of x [tiles, rows, k] times its group's matrix of weight [groups, n, k], transposed.
 
@@ -49,7 +51,7 @@ def by_rows(
     return lax.fori_loop(0, tiles.sizes.shape[0], of_group, vary(y))
 
 
-def by_columns(a: Matrix, b: Matrix, tiles: Tiles, dtype, *, fast: bool, exact: bool) -> jax.Array:
+def by_columns(a: Matrix, b: Matrix, tiles: Tiles, dtype, *, fast: bool, exact: Exact) -> jax.Array:
     """Returns [groups, m, n]: sums over each group's tiles of a [tiles, m, rows] times b [tiles, n, rows], transposed."""
     vary = _varying(a, b, tiles)
     of_groups = _of_groups(tiles)

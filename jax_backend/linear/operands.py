@@ -90,7 +90,7 @@ def _aligned(recipe: Recipe, gradient: bool) -> tuple[bool, bool]:
     weight, columns = recipe.weight.format, (recipe.input_columnwise.format, recipe.gradient_columnwise.format)
     # The gradient contracts the weight's rows.
     weight = None if gradient and weight is not None and not weight.square else weight
-    exact, row = recipe.exact_products, recipe.gradient if gradient else recipe.input
+    exact, row = recipe.exactness, recipe.gradient if gradient else recipe.input
     return aligns(row.format, weight, exact=exact), aligns(columns[gradient], columns[not gradient], exact=exact)
 
 

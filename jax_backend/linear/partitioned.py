@@ -38,8 +38,11 @@ def applies(a: Any, b: Any) -> bool:
     return isinstance(b.codes, Tracer) and mesh.size > 1 and len(mesh.auto_axes) == len(mesh.axis_names)
 
 
-def split_product(a: QuantizedArray, b: QuantizedArray, local: Callable[..., jax.Array]) -> jax.Array:
-    """Computes local(a, b), a product a [m, k] @ b [n, k]^T, from each device's shards of the operands."""
+def split_product(a: QuantizedArray, b: QuantizedArray, local: Callable[..., jax.Array], *, whole_k: bool = False) -> jax.Array:
+    """Computes local(a, b), a product a [m, k] @ b [n, k]^T, from each device's shards of the operands.
+
+    With `whole_k` each device gets all of k, so that no sum is divided.
+    """
     formats, dtypes, columns = (a.format, b.format), (a.dtype, b.dtype), a.columns
 
     def multiply(leaves, k: int) -> jax.Array:
@@ -55,7 +58,7 @@ def split_product(a: QuantizedArray, b: QuantizedArray, local: Callable[..., jax
 
     def partition(mesh, arguments, result):
         operands = [(x.shape[0], *spec_of(x.sharding, mesh, 2)) for x in (arguments[0], arguments[3])]
-        split = _Split.of(mesh, operands, columns, formats)
+        split = _Split.of(mesh, operands, columns, formats, whole_k)
 
         def part(*leaves):
             y = multiply(leaves, columns // split.parts)
@@ -120,12 +123,12 @@ class _Split:
     parts: int
 
     @classmethod
-    def of(cls, mesh, operands, columns: int, formats) -> _Split:
+    def of(cls, mesh, operands, columns: int, formats, whole_k: bool) -> _Split:
         """Partitions operands (rows, mesh axes of rows, of k): keeps a cut of k that both share, and drops axes of n
         used by m."""
         sizes = dict(mesh.shape)
         (m, am, ak), (n, bn, bk) = operands
-        k = ak if ak == bk and all(_even(columns, 1, ak, format, sizes) for format in formats) else None
+        k = ak if ak == bk and not whole_k and all(_even(columns, 1, ak, format, sizes) for format in formats) else None
         summed = explicit.axis_names(k)
         am = explicit.without(am, set(summed))
         am = am if _even(m, 0, am, formats[0], sizes) else None

@@ -13,7 +13,10 @@ from jax import lax
 
 from blockfp.definition import alignment, layout, numerics
 from blockfp.definition.numerics import Quantized
+from blockfp.definition.products import Operand
+from blockfp.definition.recipe import Exact
 from blockfp.formats import Format
+from blockfp.kernels import exact_order
 from blockfp.kernels.products import BLOCK_SCALES, TENSOR_SCALES
 from blockfp.kernels.routes import HOPPER, Route, exact_in_bfloat16, route
 
@@ -21,6 +24,7 @@ from ..arrays import sharded
 from ..arrays.array import QuantizedArray
 from ..arrays.identity import view_codes, view_scales
 from ..implementations import choice, cuda, explicit
+from ..implementations.product import product as multiply_in_order
 from . import partitioned
 
 
@@ -48,11 +52,16 @@ class Aligned:
         """[lines, columns]."""
         return self.codes.shape[0], self.columns
 
+    def unpadded(self) -> Operand:
+        """Returns codes [lines, columns] and scales [lines, blocks], as the definition has them."""
+        codes, scales = self.codes[:, : self.columns], self.scales[:, : self.codes.shape[0]].T
+        return Operand(codes, scales, alignment.aligned_format(self.format))
+
     def dequantize(self, dtype: Any) -> jax.Array:
         """Returns the values in `dtype`."""
-        codes, scales = self.codes[:, : self.columns], self.scales[:, : self.codes.shape[0]].T
-        parts = codes, scales, None, alignment.aligned_format(self.format), jnp.dtype(dtype).name
-        return numerics.dequantize(*parts, columns=self.columns)
+        x = self.unpadded()
+        assert x.format is not None
+        return numerics.dequantize(x.codes, x.scales, None, x.format, jnp.dtype(dtype).name, columns=self.columns)
 
 
 def align(parts: Quantized, format: Format, columns: int) -> Quantized:
@@ -75,14 +84,14 @@ def computed_once(y: jax.Array) -> jax.Array:
     return lax.optimization_barrier(y) if choice.has_gpu() else y
 
 
-def aligns(own: Format | None, other: Format | None, *, exact: bool) -> bool:
+def aligns(own: Format | None, other: Format | None, *, exact: Exact) -> bool:
     """Returns whether the product of these formats aligns its operands on this machine, so that casts should."""
-    if own is None or other is None or exact or choice.missing_product(0) is not None:
+    if own is None or other is None or "exact" in exact or choice.missing_product(0) is not None:
         return False
     return route(own, other, platform="cuda", capability=capability()).mode == "aligned"
 
 
-def product(a: Side, b: Side, dtype, *, bias: jax.Array | None = None, fast: bool, exact: bool = False) -> jax.Array:
+def product(a: Side, b: Side, dtype, *, bias: jax.Array | None = None, fast: bool, exact: Exact = "") -> jax.Array:
     """Computes a @ b^T + bias, [m, n]: fp32 sums plus the bias, rounded once.
 
     Args:
@@ -91,16 +100,18 @@ def product(a: Side, b: Side, dtype, *, bias: jax.Array | None = None, fast: boo
         dtype: dtype of the result.
         bias: [n], or None.
         fast: whether matrix units may accumulate in reduced precision; only affects products of FP8 codes.
-        exact: whether to multiply the exact values of both operands (`Recipe.exact_products`).
+        exact: the recipe's `exactness`.
     """
 
+    if "order" in exact:
+        return ordered_product(a, b, dtype, bias, exact)
     # Shards that begin inside a block have offsets known only at run time, which matrix units don't support.
     a, b = (x.dequantize("float32") if isinstance(x, QuantizedArray) and not sharded.aligned(x) else x for x in (a, b))
 
     def on(platform, capability=None):
         def run(a, b, bias=None):
             sizes = {"m": a.shape[-2], "n": b.shape[-2], "k": b.shape[-1]}
-            chosen = route(_format(a), _format(b), platform=platform, capability=capability, exact=exact, **sizes)
+            chosen = route(_format(a), _format(b), platform=platform, capability=capability, exact="exact" in exact, **sizes)
             return _MODES[chosen.mode](a, b, bias, dtype, chosen, fast)
 
         return run
@@ -180,7 +191,9 @@ def _aligned(a: QuantizedArray, b: QuantizedArray, bias, dtype, chosen: Route, f
     return _dequantized(a, b, bias, dtype, Route("dequantize", "bfloat16", False, missing), fast)
 
 
-def _by_library(a: QuantizedArray, b: QuantizedArray, bias, dtype, fast: bool, *, aligned: bool = False) -> jax.Array:
+def _by_library(
+    a: QuantizedArray, b: QuantizedArray, bias, dtype, fast: bool, *, aligned: bool = False, exact_order: bool = False
+) -> jax.Array:
     over = (explicit.varying(leaf) for leaf in jax.tree.leaves((a, b, bias)))
     parts = [Quantized(x.codes, x.scales, None) for x in (a, b)]
     operands = [(part, x.format) for part, x in zip(parts, (a, b), strict=True)]
@@ -190,9 +203,59 @@ def _by_library(a: QuantizedArray, b: QuantizedArray, bias, dtype, fast: bool, *
             (part if isinstance(x, Aligned) else cuda.align(part, x.format, x.columns), alignment.aligned_format(x.format))
             for part, x in zip(parts, (a, b), strict=True)
         ]
-    options = {"capability": capability(), "fast": fast, "ordered": aligned, "bands": bands}
+    options = {"capability": capability(), "fast": fast, "ordered": aligned, "bands": bands, "exact_order": exact_order}
     out = cuda.product(*operands[0], *operands[1], dtype, bias=bias, **options)
     return explicit.vary(out, frozenset().union(*over))
+
+
+def ordered_product(a: Side, b: Side, dtype, bias: jax.Array | None, exact: Exact) -> jax.Array:
+    """Computes `product` with one order of sums on every device (`kernels.exact_order`)."""
+    cut = any(isinstance(x, QuantizedArray) and not sharded.aligned(x) for x in (a, b))
+    chosen = exact_order.route_in_order(_format(a), _format(b), a.dtype.name, b.dtype.name, exact=exact, cut=cut)
+    codes = exact_order.on_codes(chosen)
+
+    def on_gpu(a: Any, b: Any, bias):
+        if codes:
+            return _by_library(a, b, bias, dtype, False, aligned=chosen.mode == "aligned", exact_order=True)
+        (left, left_scale), (right, right_scale) = (_values(x, "bfloat16", True) for x in (a, b))
+        left_scale, right_scale = (jnp.ones(1) if x is None else x.reshape(1) for x in (left_scale, right_scale))
+        over = frozenset().union(*(explicit.varying(leaf) for leaf in jax.tree.leaves((a, b, bias))))
+        return explicit.vary(cuda.product_of_values(left, right, left_scale, right_scale, dtype, bias=bias), over)
+
+    def on_cpu(a, b, bias):
+        left, right = (
+            _operand(x, chosen.mode == "aligned") if codes else Operand(*_values(x, "bfloat16", True)) for x in (a, b)
+        )
+        return multiply_in_order(left, right, exact_order.summation_of(chosen), dtype=jnp.dtype(dtype).name, bias=bias)
+
+    if not a.shape[0] or not b.shape[0] or not a.shape[1]:
+        return _rounded(jnp.zeros((a.shape[0], b.shape[0]), jnp.float32), bias, dtype)
+    if choice.has_gpu():
+        check_order_on_device()
+        return lax.platform_dependent(a, b, bias, cuda=on_gpu, default=on_cpu)
+    if partitioned.applies(a, b):
+        assert isinstance(a, QuantizedArray)
+        assert isinstance(b, QuantizedArray)
+        y = partitioned.split_product(a, b, lambda a, b: on_cpu(a, b, None), whole_k=True)
+        return _rounded(y, bias, dtype)
+    return on_cpu(a, b, bias)
+
+
+def check_order_on_device() -> None:
+    """Raises ValueError unless JAX's device sums in the defined order."""
+    if choice.has_gpu():
+        exact_order.check_device(capability(), choice.missing_product(0))
+
+
+def _operand(x: Side, aligned: bool) -> Operand:
+    """Returns codes and scales as matrix units take them."""
+    if isinstance(x, Aligned):
+        return x.unpadded()
+    assert isinstance(x, QuantizedArray)
+    if not aligned:
+        return Operand(x.codes, x.scales, x.format)
+    codes, scales, _ = alignment.align(x.codes, x.scales, x.format, columns=x.columns)
+    return Operand(codes, scales, alignment.aligned_format(x.format))
 
 
 def _scaled(a: QuantizedArray, b: QuantizedArray, bias, dtype, chosen: Route, fast: bool) -> jax.Array:

@@ -115,8 +115,9 @@ def test_what_is_refused():
                 recipes.mxfp8().replace(**{name: value})
     with pytest.raises(TypeError, match="delayed must be"):
         recipes.fp8_current().replace(delayed=3)
-    with pytest.raises(TypeError, match="exact_products must be True or False"):
-        recipes.mxfp8().replace(exact_products=1)
+    for name in ("exact_products", "exact_order"):
+        with pytest.raises(TypeError, match=f"{name} must be True or False"):
+            recipes.mxfp8().replace(**{name: 1})
     with pytest.raises(TypeError, match="fast_accum must be a set of products"):
         recipes.mxfp8().replace(fast_accum="forward")
     for where in (("input", "column"), ("inputs", "rowwise")):

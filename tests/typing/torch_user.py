@@ -26,6 +26,7 @@ assert_type(model.logits(torch.ones(2, 64)), torch.Tensor)
 assert_type(bfp.convert(Model(), lambda path: None if path == "head" else "nvfp4"), Model)
 assert_type(bfp.convert(Model(), {"^head$": None, "": "nvfp4"}), Model)
 assert_type(bfp.convert(Model(), recipes.mxfp8(exact_products=True)), Model)
+assert_type(recipes.mxfp8().replace(exact_order=True), recipes.Recipe)
 
 optimizer = bfp.AdamW(model.parameters(), lr=1e-3, moments="bfloat16", master=None)
 optimizer.step()

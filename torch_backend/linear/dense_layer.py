@@ -102,7 +102,7 @@ class DenseLayer(Layer):
                 if amax is not None and scale is not None and history is not None:
                     record(history, amax)
             size, fast = (weight.shape[0], weight.shape[1]), "forward" in recipe.fast_accum
-            y = multiply(left, operand, size, bias, x.dtype, fast_accum=fast, exact=recipe.exact_products)
+            y = multiply(left, operand, size, bias, x.dtype, fast_accum=fast, exact=recipe.exactness)
         if again:
             # Of now: it may move on before the backward.
             ctx.input_scale, ctx.input_amax = None if scale is None else scale.clone(), amax

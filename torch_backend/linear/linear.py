@@ -17,6 +17,7 @@ from blockfp.recipes import Compute, Recipe, RecipeName
 from ..ops import library
 from ..ops.layer.activations import Gating
 from ..ops.library import is_real
+from ..ops.product.ordered_products import why_not
 from ..ops.product.products import comes_aligned
 from ..ops.quantize.quantize_plans import NEITHER, part_count
 from ..ops.quantize.shared_casts import Casts
@@ -276,6 +277,8 @@ def call_of(
     needs = (training and x.requires_grad, training and weight.requires_grad, needs_bias)
     if experts is None:
         _check_state(recipe, state, key, any(needs))
+    if recipe.exact_order:
+        _check_order(recipe, x, weight, needs, autocast, parallel)
     rank = None if key is not None else state.rank
     made = 0 if stored is not None or recipe.weight.format is None else part_count(recipe.weight.format)
     plain = stored is not None or type(weight) in (Tensor, torch.nn.Parameter)
@@ -283,8 +286,8 @@ def call_of(
     aligns = NEITHER
     if not grouped and parallel is None:
         aligns = (
-            comes_aligned(x, recipe.input.format, recipe.weight.format, exact=recipe.exact_products),
-            comes_aligned(x, recipe.input_columnwise.format, recipe.gradient_columnwise.format, exact=recipe.exact_products),
+            comes_aligned(x, recipe.input.format, recipe.weight.format, exact=recipe.exactness),
+            comes_aligned(x, recipe.input_columnwise.format, recipe.gradient_columnwise.format, exact=recipe.exactness),
         )
     takes_axes = direct and not grouped and parallel is None and prologue is None
     # As `Recipe.of_text` takes it apart, which makes all of a recipe: calls of groups come here each time.
@@ -344,6 +347,26 @@ def run_call(
             outputs = function(x, up, weight, bias, *arguments)
     # Beside y there may be what gradients of gradients need.
     return outputs[0] if isinstance(outputs, tuple) else outputs
+
+
+def _check_order(
+    recipe: Recipe,
+    x: Tensor,
+    weight: Tensor,
+    needs: tuple[bool, ...],
+    autocast: torch.dtype | None,
+    parallel: Parallel | None,
+) -> None:
+    """Raises ValueError unless all sums that the call needs have a defined order (`kernels.exact_order`)."""
+    device, dtypes = x.device, (autocast or x.dtype, autocast or weight.dtype)
+    why = why_not(recipe.text, device.type, device.index, *dtypes, needs[0], needs[1])
+    if why is not None:
+        raise ValueError(f"recipe {recipe}: {why}")
+    if parallel is not None and parallel.ranks > 1 and parallel.style != "experts" and parallel.splits is None:
+        raise ValueError(
+            f"recipe {recipe} has exact_order, and {parallel.ranks} ranks would add their terms in any order: "
+            "parallelize(.., splits=N), with one N for every number of ranks, adds them in one tree"
+        )
 
 
 def _check_state(recipe: Recipe, state: LinearState, key: Key | None, training: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blockfp.definition.recipe import Exact
 from blockfp.formats import Format
 
 from ..ops import dequantize_plans, library
@@ -49,7 +50,7 @@ def _weight_product(
     columnwise: bool = False,
     index: int | None = None,
     a_origin: Sequence[int] = (0, 0),
-    exact: bool = False,
+    exact: Exact = "",
     a_aligned: bool = False,
 ) -> Tensor:
     _check_format(weight, Format.parse(format))

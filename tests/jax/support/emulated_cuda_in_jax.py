@@ -31,8 +31,11 @@ calls = []
 
 
 @contextlib.contextmanager
-def launches():
-    """Lets what runs on the CPU take the path of a Hopper GPU until the block ends; programs are compiled anew."""
+def launches(**replaced):
+    """Lets what runs on the CPU take the path of a Hopper GPU until the block ends, with `replaced` functions by name.
+
+    Programs are compiled anew.
+    """
     own = jax.lax.platform_dependent
 
     def on_cuda(*arrays, default=None, cuda=None, **others):
@@ -55,6 +58,7 @@ def launches():
             (jax.lax, "platform_dependent", on_cuda),
         ):
             patches.enter_context(mock.patch.object(place, name, value))
+        patches.enter_context(mock.patch.dict(_FUNCTIONS, replaced))
         patches.callback(_forget)
         _forget()
         calls.clear()

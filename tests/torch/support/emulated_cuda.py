@@ -13,9 +13,9 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
 import standin
 
 
-def launches():
-    """Lets CPU tensors take the CUDA path until the block ends, with the results of a GPU."""
-    functions = {each.__name__: each for each in (*emulated_kernels.FUNCTIONS, *emulated_groups.FUNCTIONS)}
+def launches(**replaced):
+    """Lets CPU tensors take the CUDA path until the block ends, with the results of a GPU; `replaced` functions by name."""
+    functions = {each.__name__: each for each in (*emulated_kernels.FUNCTIONS, *emulated_groups.FUNCTIONS)} | replaced
     return standin.launches(functions | _of_the_optimizer(), [(torch.mm, _mm)])
 
 

@@ -81,7 +81,7 @@ class ParallelLayer(Layer):
                     ctx.x_origin = columns.origin
                     kept += columns.parts
             own = added if added is None or index is None else added[index]
-            fast, exact = "forward" in recipe.fast_accum, recipe.exact_products
+            fast, exact = "forward" in recipe.fast_accum, recipe.exactness
             terms.append(_multiplied("forward", row, w, size, own, x.dtype, parallel, index, fast_accum=fast, exact=exact))
             del row, columns
         if call.needs[1] and columnwise.format is None and not gathers:
@@ -137,7 +137,7 @@ class ParallelLayer(Layer):
                     column = Matrix([group.mT], None) if column is None else column
                     x = inputs.pop(0) if pending is None else pending.finish(scaling)
                     size = (ctx.shape[-1], ctx.x_shape[0] if gathers else group.shape[0])
-                    fast, exact = "wgrad" in recipe.fast_accum, recipe.exact_products
+                    fast, exact = "wgrad" in recipe.fast_accum, recipe.exactness
                     each = _multiplied(name, column, x, size, None, ctx.dtype, parallel, fast_accum=fast, exact=exact)
                     del column, x
                     each = each if overflow is None else _passing_overflow(each, overflow)
@@ -179,7 +179,7 @@ def _dgrad(row: Matrix, w: Matrix, ctx: Any, recipe: Recipe, dtype: torch.dtype,
         w = w._replace(transposed=True)
     size = (ctx.shape[-1], ctx.shape[-2])
     fast = "dgrad" in recipe.fast_accum
-    exact = recipe.exact_products
+    exact = recipe.exactness
     return _multiplied("dgrad", row, w, size, None, dtype, ctx.call.parallel, index, fast_accum=fast, exact=exact)
 
 
@@ -192,7 +192,7 @@ def _multiplied(
     dtype: torch.dtype,
     parallel: Parallel | None,
     index: int | None = None,
-    **options: bool,
+    **options: Any,
 ) -> Tensor:
     """One of a layer's products; of a layer with pieces, what ranks have terms of comes in float32."""
     if parallel is None or parallel.splits is None:

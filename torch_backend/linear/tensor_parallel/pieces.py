@@ -2,7 +2,7 @@
 
 A library may sum a product's terms in another order if operands have other lengths. So the sharded axis is divided into
 `Parallel.splits` pieces, whatever the number of ranks. Each piece is a separate product, whose operands have the same layout on
-every mesh:
+every mesh. With `Recipe.exact_order`, only contracted axes are divided:
 
             forward             dgrad               wgrad
     column  pieces of columns   terms of pieces     pieces of rows
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from blockfp.definition import layout
-from blockfp.definition.recipe import DIRECTIONS, OPERANDS
+from blockfp.definition.recipe import DIRECTIONS, OPERANDS, Exact
 from blockfp.formats import WHOLE_ROW, Format
 from blockfp.recipes import Product, Recipe
 
@@ -82,7 +82,7 @@ def multiply_pieces(
     parallel: Parallel,
     *,
     fast_accum: bool,
-    exact: bool,
+    exact: Exact,
 ) -> Tensor:
     """Computes a product of `multiply` piece by piece; arguments are as there, `parallel` has `splits`.
 
@@ -99,6 +99,9 @@ def multiply_pieces(
             for i in range(count)
         ]
         return tree_sum(torch.stack(terms))
+    if "order" in exact:
+        # An element's bits depend on its own row and column alone.
+        return multiply(a, b, size, bias, dtype, **options)
     if axis == "rows":
         length = _piece(_rows(a), count)
         return torch.cat([multiply(_cut(a, 0, i, length), _whole(b), (n, k), None, dtype, **options) for i in range(count)])

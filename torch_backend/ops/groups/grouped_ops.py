@@ -118,7 +118,7 @@ def forward_now(
     row, again = recipe.input, recipe.input_columnwise if keep else HIGH_PRECISION
     column = HIGH_PRECISION if coded else again
     w, fast = _weight(weight, scales, tensor_scale, recipe.weight.format), "forward" in recipe.fast_accum
-    (tokens, k), n, count, eps, exact = x.shape, weight.shape[-2], offs.shape[0], recipe.eps, recipe.exact_products
+    (tokens, k), n, count, eps, exact = x.shape, weight.shape[-2], offs.shape[0], recipe.eps, recipe.exactness
     like = x.parts[0] if coded else x
     reason = why_apart(x, n, row.format, w.format, exact=exact, transposed=False) or why_groups_apart(
         again.format, "column", rotate=again.rotate
@@ -233,7 +233,7 @@ def backward_now(
     column = HIGH_PRECISION if weight_dtype is None else recipe.gradient_columnwise
     kept_as, again, eps = recipe.input_columnwise, recipe.weight_columnwise.format, recipe.eps
     fast = {product: product in recipe.fast_accum for product in ("dgrad", "wgrad")}
-    exact, w, reason = recipe.exact_products, Matrix([], None), None
+    exact, w, reason = recipe.exactness, Matrix([], None), None
     like = gradient.parts[0] if coded else gradient
     if needs_x:
         if scales is None and recipe.weight.format is not None:

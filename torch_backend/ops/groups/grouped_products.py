@@ -15,28 +15,30 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from blockfp.definition import alignment, groups
+from blockfp.definition.recipe import Exact
 from blockfp.formats import Format
 from blockfp.kernels import switch
 from blockfp.kernels.routes import HOPPER, Mode, exact_in_bfloat16, group_mode, why_groups_apart
 
 from .. import cuda
 from ..dequantize_plans import dequantize_parts
-from ..product.products import Matrix, on_codes
+from ..product.library_products import on_codes
+from ..product.products import Matrix
 from ..quantize import cuda_layouts
 from . import cuda_groups
 
 _ALIGNED = 8  # elements of bfloat16 that grouped_mm's strides are multiples of
 
 
-def _mode(device: torch.device, a: Format | None, b: Format | None, exact: bool) -> Mode | None:
+def _mode(device: torch.device, a: Format | None, b: Format | None, exact: Exact) -> Mode | None:
     """`kernels.routes.group_mode` of a device."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
         return None
-    return group_mode(a, b, exact)
+    return group_mode(a, b, "exact" in exact)
 
 
 def why_apart(
-    x: Tensor, n: int, a: Format | None, w: Format | None, *, exact: bool, transposed: bool, again: Format | None = None
+    x: Tensor, n: int, a: Format | None, w: Format | None, *, exact: Exact, transposed: bool, again: Format | None = None
 ) -> str | None:
     """Says why rows of groups are not multiplied all at once on a GPU; None where they are.
 
@@ -52,27 +54,27 @@ def why_apart(
         return f"a weight that is quantized columnwise alone, in {again}"
     if _weight_mode(x.device, a, w, exact, transposed) is not None:
         return None
-    return _why_not_dequantized(x, (x.shape[1], n), (a, w))
+    return _why_not_dequantized(x, (x.shape[1], n), (a, w), exact)
 
 
-def _weight_mode(device: torch.device, a: Format | None, w: Format | None, exact: bool, transposed: bool) -> Mode | None:
+def _weight_mode(device: torch.device, a: Format | None, w: Format | None, exact: Exact, transposed: bool) -> Mode | None:
     """`_mode` of rows and a weight, which is turned where it is transposed."""
     return None if w is None or (transposed and not w.square) else _mode(device, a, w, exact)
 
 
 @switch.memo
-def rows_come_aligned(device: torch.device, a: Format | None, w: Format | None, exact: bool, transposed: bool) -> bool:
+def rows_come_aligned(device: torch.device, a: Format | None, w: Format | None, exact: Exact, transposed: bool) -> bool:
     """Says whether rows that are quantized to a for this product alone come aligned, as it would align them."""
     return _weight_mode(device, a, w, exact, transposed) == "aligned"
 
 
 @switch.memo
-def columns_come_aligned(device: torch.device, a: Format | None, b: Format | None, exact: bool) -> bool:
+def columns_come_aligned(device: torch.device, a: Format | None, b: Format | None, exact: Exact) -> bool:
     """Says the same of columns."""
     return _mode(device, a, b, exact) == "aligned"
 
 
-def why_columns_apart(x: Tensor, a: Format | None, b: Format | None, k: int, dtype: torch.dtype, *, exact: bool) -> str | None:
+def why_columns_apart(x: Tensor, a: Format | None, b: Format | None, k: int, dtype: torch.dtype, *, exact: Exact) -> str | None:
     """Says why columns of groups, a made of x [tokens, n] and b of k rows, aren't multiplied all at once; None if they are."""
     why = why_groups_apart(a, "column") or why_groups_apart(b, "column", kept=True)
     if why is not None or _mode(x.device, a, b, exact) is not None:
@@ -81,10 +83,14 @@ def why_columns_apart(x: Tensor, a: Format | None, b: Format | None, k: int, dty
         return "one operand of the weight's gradient is in high precision"
     if dtype is not torch.bfloat16:
         return f"torch's grouped_mm gives no {dtype}"
-    return _why_not_dequantized(x, (x.shape[1], k), (a, b))
+    return _why_not_dequantized(x, (x.shape[1], k), (a, b), exact)
 
 
-def _why_not_dequantized(x: Tensor, lengths: tuple[int, int], formats: tuple[Format | None, Format | None]) -> str | None:
+def _why_not_dequantized(
+    x: Tensor, lengths: tuple[int, int], formats: tuple[Format | None, Format | None], exact: Exact
+) -> str | None:
+    if "order" in exact:
+        return "torch's grouped_mm has no defined order of sums"
     if x.dtype is not torch.bfloat16:
         return f"torch's grouped_mm takes no {x.dtype}"
     for format in formats:
@@ -96,7 +102,7 @@ def _why_not_dequantized(x: Tensor, lengths: tuple[int, int], formats: tuple[For
 
 def multiply_rows(
     a: Matrix, w: Matrix, words: Tensor, count: int, n: int, k: int, bias: Tensor | None, dtype: torch.dtype,
-    exact: bool,
+    exact: Exact,
 ) -> Tensor:  # fmt: skip
     """Multiplies the rows of each group with its own weight; rows past the last end become zero.
 
@@ -139,7 +145,7 @@ def multiply_rows(
 
 
 def multiply_columns(
-    a: Matrix, b: Matrix, words: Tensor, count: int, n: int, k: int, dtype: torch.dtype, exact: bool
+    a: Matrix, b: Matrix, words: Tensor, count: int, n: int, k: int, dtype: torch.dtype, exact: Exact
 ) -> Tensor:
     """Contracts the rows of each group; zeros for groups without rows.
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from blockfp.definition.recipe import Exact
 from blockfp.formats import Format
 from blockfp.kernels import switch
 from blockfp.recipes import Recipe
@@ -60,7 +61,7 @@ class _Forward(NamedTuple):
         aligned: whether these come aligned.
         weight: format of the weight, or None.
         fast: whether the product may accumulate fast.
-        exact: whether it must multiply the operands' very values.
+        exact: the recipe's `exactness`.
         cast: how the input's parts are made; equal ones make equal parts.
         multiply: the product, which the first operands of their kind say how to plan.
     """
@@ -71,7 +72,7 @@ class _Forward(NamedTuple):
     aligned: bool
     weight: Format | None
     fast: bool
-    exact: bool
+    exact: Exact
     cast: tuple[Any, ...]
     multiply: Product | None = None
 
@@ -87,7 +88,7 @@ class _Backward(NamedTuple):
         input: format of the columnwise input, or None.
         weight, weight_columnwise: formats of the weight, or None.
         fast: whether dgrad and wgrad may accumulate fast.
-        exact: whether they must multiply the operands' very values.
+        exact: the recipe's `exactness`.
         multiply_columns, multiply_rows: wgrad and dgrad, planned like `_Forward.multiply`.
     """
 
@@ -100,7 +101,7 @@ class _Backward(NamedTuple):
     weight: Format | None
     weight_columnwise: Format | None
     fast: tuple[bool, bool]
-    exact: bool
+    exact: Exact
     multiply_columns: Product | None = None
     multiply_rows: Product | None = None
 
@@ -197,7 +198,7 @@ def _plan_forward(
     x: Tensor, multiplied: bool, recipe: Recipe, keep: bool, origin: tuple[int, int], made_of: tuple[Any, ...] | None
 ) -> _Forward:
     row, column = recipe.input.format, recipe.input_columnwise.format if keep else None
-    weight, exact = recipe.weight.format, recipe.exact_products
+    weight, exact = recipe.weight.format, recipe.exactness
     if made_of is None:
         aligned = comes_aligned(x, row, weight, exact=exact, in_order=in_order(weight, origin, False))
     else:
@@ -314,7 +315,7 @@ def _plan_backward(
 ) -> _Backward:
     row, column = recipe.gradient if needs_x else None, recipe.gradient_columnwise if needs_weight else None
     rowwise, columnwise = None if row is None else row.format, None if column is None else column.format
-    of_weight, exact = recipe.weight.format, recipe.exact_products
+    of_weight, exact = recipe.weight.format, recipe.exactness
     held = recipe.weight_columnwise.format if of_weight is None else of_weight
     turns = of_weight is not None
     aligned = (

@@ -8,8 +8,8 @@
 Both return a @ b^T + bias, [m, n], for a [m, k] and b [n, k]. An operand is a list of parts: codes, scales and any tensor
 scale, or values alone without a format. `columnwise` means that b is stored as [k, n]: a weight with only rowwise codes, in the
 product that contracts its rows. Its columnwise codes are derived during the call. `index` selects one matrix of a stack.
-`exact` excludes routes that may change an operand. `a_aligned` and `b_aligned` mark operands that are already aligned
-(`comes_aligned`).
+`exact` is the recipe's `exactness`: it may exclude routes that change an operand, or ask for a defined order of sums.
+`a_aligned` and `b_aligned` mark operands that are already aligned (`comes_aligned`).
 
 `weight_product` takes b as one `QuantizedTensor`, which has its own origin; the op table unpacks it after dynamo.
 """
@@ -26,27 +26,29 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from blockfp.definition import alignment
+from blockfp.definition.recipe import Exact
 from blockfp.formats import Format
 from blockfp.kernels import cuda_library, switch
-from blockfp.kernels.products import plan
 from blockfp.kernels.routes import Route, route
 
 from ...torch_internals import assume_constant_result
 from .. import cuda, kernels
 from ..dequantize_plans import plan_of
-from ..library import define, fake, impl, maker, name_of
+from ..library import define, fake, impl, maker
 from ..quantize import cuda_layouts
+from . import ordered_products
 from .blackwell_products import BLACKWELL
+from .library_products import on_codes
 from .matrix import Matrix
 
 product = define(
     "product(Tensor[] a, str? a_format, Tensor[] b, str? b_format, SymInt n, SymInt k, Tensor? bias, ScalarType dtype, "
     "bool fast_accum=False, bool columnwise=False, int? index=None, SymInt[] origin=[0, 0], SymInt[] a_origin=[0, 0], "
-    "bool exact=False, bool a_aligned=False, bool b_aligned=False) -> Tensor"
+    "str exact='', bool a_aligned=False, bool b_aligned=False) -> Tensor"
 )
 weight_product = define(
     "weight_product(Tensor[] a, str? a_format, Tensor weight, str format, SymInt n, SymInt k, Tensor? bias, ScalarType dtype, "
-    "bool fast_accum=False, bool columnwise=False, int? index=None, SymInt[] a_origin=[0, 0], bool exact=False, "
+    "bool fast_accum=False, bool columnwise=False, int? index=None, SymInt[] a_origin=[0, 0], str exact='', "
     "bool a_aligned=False) -> Tensor"
 )
 
@@ -60,7 +62,7 @@ def multiply(
     *,
     fast_accum: bool = False,
     index: int | None = None,
-    exact: bool = False,
+    exact: Exact = "",
 ) -> Tensor:
     """Returns a @ b^T + bias, through one of the ops.
 
@@ -72,7 +74,7 @@ def multiply(
         dtype: dtype of the result.
         fast_accum: whether FP8 matrix units may keep fewer bits of their sums.
         index: index into a stack b; None for a single matrix.
-        exact: whether operands must be multiplied with unchanged values (`Recipe.exact_products`).
+        exact: the recipe's `exactness`.
     """
     a_format = None if a.format is None else a.format.name
     b_format = None if b.format is None else b.format.name
@@ -91,12 +93,12 @@ def route_on(
     n: int,
     k: int,
     in_order: bool = True,
-    exact: bool = False,
+    exact: Exact = "",
 ) -> Route:
     """Returns a product's route on a device; see `kernels.routes.route`."""
     if device.type != "cuda":
         return route(a, b, platform="cpu", in_order=in_order)
-    sizes = {"m": m, "n": n, "k": k, "in_order": in_order, "exact": exact}
+    sizes = {"m": m, "n": n, "k": k, "in_order": in_order, "exact": "exact" in exact}
     capability, library = torch.cuda.get_device_capability(device), cuda_library.available()
     return route(a, b, platform="cuda", capability=capability, library=library, **sizes)
 
@@ -116,7 +118,7 @@ def _product(
     index: int | None = None,
     origin: Sequence[int] = (0, 0),
     a_origin: Sequence[int] = (0, 0),
-    exact: bool = False,
+    exact: Exact = "",
     a_aligned: bool = False,
     b_aligned: bool = False,
 ) -> Tensor:
@@ -162,13 +164,13 @@ def multiply_parts(
     dtype: torch.dtype,
     fast_accum: bool,
     index: int | None,
-    exact: bool = False,
+    exact: Exact = "",
 ) -> Tensor:
     """Implements the op `product`; arguments are as for `multiply`, with b given by parts."""
     if index is not None:
         b = b._replace(parts=[part[index if part.shape[0] > 1 else 0] if part.ndim > 2 else part for part in b.parts])
     first, added = a.parts[0], None if bias is None else bias.dtype
-    key = (first.device, first.shape[0], n, k, dtype, added, fast_accum, exact)
+    key = (first.device, first.shape[0], n, k, dtype, first.dtype, b.parts[0].dtype, added, fast_accum, exact)
     key = (*key, a.format, a.origin, a.aligned, b.format, b.origin, b.transposed, b.aligned)
     run = _products.get(key)
     if run is None:
@@ -177,7 +179,7 @@ def multiply_parts(
 
 
 def product_of(
-    a: Matrix, b: Matrix, n: int, k: int, bias: torch.dtype | None, dtype: torch.dtype, fast_accum: bool, exact: bool
+    a: Matrix, b: Matrix, n: int, k: int, bias: torch.dtype | None, dtype: torch.dtype, fast_accum: bool, exact: Exact
 ) -> Product:
     """Plans the product of operands with this layout."""
     device, m = a.parts[0].device, a.parts[0].shape[0]
@@ -185,10 +187,20 @@ def product_of(
         zeros = partial(torch.zeros, (m, n), dtype=dtype, device=device)
         return lambda a, b, bias: zeros() if bias is None else zeros() + bias
     transposed = b.transposed
-    chosen = route_on(device, a.format, b.format, m, n, k, in_order(b.format, b.origin, transposed) and not _cut(a), exact)
+    ordered = "order" in exact
+    if ordered:
+        blocks = not transposed or b.format is None or b.format.square
+        chosen = ordered_products.route_of(a, b, exact, contracts_blocks=blocks, cut=_cut(a) or _cut(b))
+        if not a.parts[0].is_cuda:
+            return ordered_products.on_the_host(a, b, n, k, dtype, chosen)
+    else:
+        whole = in_order(b.format, b.origin, transposed) and not _cut(a)
+        chosen = route_on(device, a.format, b.format, m, n, k, whole, exact)
     if (a.aligned or b.aligned) and chosen.mode != "aligned":
         raise ValueError(f"an operand is aligned, and aligned ones are not multiplied here: {chosen.reason}")
     if chosen.mode in ("dequantize", "plain"):
+        if ordered:
+            return ordered_products.on_values_of(a, b, n, k, dtype)
         return _of_values(a, b, n, k, dtype, chosen)
     if chosen.mode in BLACKWELL:
         multiply, left, right = BLACKWELL[chosen.mode], a._replace(parts=()), b._replace(parts=())
@@ -201,11 +213,11 @@ def product_of(
     assert a.format is not None
     assert b.format is not None
     a_format, b_format = formats = a.format, b.format
-    width, options = k, {"fast": fast_accum}
+    width, options = k, {"fast": fast_accum, "exact_order": ordered}
     aligned = chosen.mode == "aligned"
     if aligned:
         formats, width = tuple(map(alignment.aligned_format, formats)), -(-k // 16) * 16
-        options = {"ordered": (True, True), "bands": b_format.square}
+        options |= {"ordered": (True, True), "bands": b_format.square}
     run = on_codes(device, *formats, m, n, width, dtype, bias, **options)
     if not aligned and not transposed:
         return run
@@ -226,13 +238,13 @@ def product_of(
     return on_aligned_codes
 
 
-def comes_aligned(x: Tensor, own: Format | None, other: Format | None, *, exact: bool, in_order: bool = True) -> bool:
+def comes_aligned(x: Tensor, own: Format | None, other: Format | None, *, exact: Exact, in_order: bool = True) -> bool:
     """Returns whether x, quantized for a single product, should be aligned while it is quantized.
 
     It should if the product would align its codes anyway; `Matrix.aligned` then tells it not to. Only the device of x matters.
     `own` is its format, `other` the other operand's; `exact` is as for `multiply`, `in_order` as for `kernels.routes.route`.
     """
-    if own is None or other is None or exact or not in_order or not own.scale.e8m0:
+    if own is None or other is None or "exact" in exact or not in_order or not own.scale.e8m0:
         return False
     return _aligns(x.device.type, x.device.index, own.name, other.name)
 
@@ -314,62 +326,3 @@ def _turned(b: Matrix, n: int) -> Matrix:
     codes, scales, *tensor_scale = b.parts
     codes, scales = kernels.transpose(codes, scales, b.format, columns=n)
     return b._replace(parts=[codes.contiguous(), scales.contiguous(), *tensor_scale], transposed=False)
-
-
-@switch.memo
-def on_codes(
-    device: torch.device,
-    a: Format,
-    b: Format,
-    m: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    bias: torch.dtype | None,
-    **options: Any,
-) -> Callable[..., Tensor]:
-    """Plans a product of codes on a CUDA device; `options` are those of `kernels.products.plan`.
-
-    Returns a function of both operands' parts, a bias or None, the groups' ends, and the output, which single products
-    allocate; it returns the output.
-    """
-    planned = plan(
-        a,
-        b,
-        m,
-        n,
-        k,
-        capability=torch.cuda.get_device_capability(device),
-        cublas=int(cuda_library.library().cublas_version()),
-        dtype=name_of(dtype),
-        bias=None if bias is None else name_of(bias),
-        **options,
-    )
-    workspace_bytes, adds_bias, numbers = planned.workspace, planned.adds_bias, planned.numbers
-    multiply = cuda_library.library().product
-    # Grouped products pass their own `out`.
-    new = None if options.get("groups") else maker((m, n), dtype, device)
-    new_workspace = maker((workspace_bytes,), torch.uint8, device) if workspace_bytes else None
-
-    def run(
-        a: Sequence[Tensor],
-        b: Sequence[Tensor],
-        bias: Tensor | None,
-        ends: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        if out is None:
-            assert new is not None
-            out = new()
-        workspace = None if new_workspace is None else new_workspace()
-        added = bias.contiguous().resolve_neg() if bias is not None and adds_bias else None
-        # The library reads contiguous codes at addresses divisible by 16.
-        left, left_scales, right, right_scales = a[0].contiguous(), a[1].contiguous(), b[0].contiguous(), b[1].contiguous()
-        if left.data_ptr() % 16:
-            left = left.clone()
-        if right.data_ptr() % 16:
-            right = right.clone()
-        multiply(left, right, left_scales, right_scales, ends, added, out, workspace, *numbers)
-        return out if bias is None or adds_bias else (out + bias).to(dtype)
-
-    return run

@@ -1,0 +1,161 @@
+"""A small transformer for PyTorch and JAX, of `exact_order` layers and operations whose order both have.
+
+Products of weights are blockfp's layers, and the optimizers are blockfp's. All else is elementwise multiplication, addition,
+one square root and one division, each rounded by IEEE 754. Sums over an axis add halves (`_added`), and axes are repeated by
+doubling (`_repeated`), so that the sums in their derivatives have one order too.
+
+Kept out: softmax (the attention's weights are squared ReLUs, for no two libraries have one exp), the derivative of a norm's
+factor, and the loss, of which only y's gradient is made.
+"""
+
+import numpy as np
+
+import blockfp
+from blockfp import recipes
+
+WIDTH, TOKENS, HEADS, BLOCKS = 128, 16, 4, 2
+LAYERS = {"qkv": (3 * WIDTH, WIDTH), "out": (WIDTH, WIDTH), "up": (WIDTH, WIDTH), "down": (WIDTH, WIDTH)}
+
+
+def weights(recipe, blocks=BLOCKS):
+    """Weights that the recipe's format represents, from which masters begin alike."""
+    rng, format = np.random.default_rng(0), recipes.parse(recipe).weight.format
+    shapes = {f"{name}{i}": shape for i in range(blocks) for name, shape in LAYERS.items()}
+    drawn = {name: (rng.standard_normal(shape) / 16).astype(np.float32) for name, shape in shapes.items()}
+    return {name: np.asarray(blockfp.quantize(w, format).dequantize(), np.float32) for name, w in drawn.items()}
+
+
+def batch(step):
+    """x and the wanted y [tokens, width]."""
+    rng = np.random.default_rng(1000 + step)
+    return [rng.standard_normal((TOKENS, WIDTH)).astype(np.float32) for _ in range(2)]
+
+
+def _added(x, axis):
+    while x.shape[axis] > 1:
+        half = [slice(None)] * x.ndim
+        other = list(half)
+        half[axis], other[axis] = slice(None, x.shape[axis] // 2), slice(x.shape[axis] // 2, None)
+        x = x[tuple(half)] + x[tuple(other)]
+    return x
+
+
+def _repeated(cat, x, axis, times):
+    while times > 1:
+        x, times = cat([x, x], axis), times // 2
+    return x
+
+
+def forward(library, linear, x, blocks=BLOCKS):
+    """y of x, both [tokens, width]; `library` has cat, where, sqrt and stopped, `linear` multiplies by a named weight."""
+    cat = library.cat
+
+    def norm(x):
+        # One use of x outside, for sums of more than two gradients have an order.
+        x = x * 1.0
+        mean = _added(x * x, 1) * (1.0 / WIDTH)
+        factor = library.stopped(1.0 / library.sqrt(mean + 1e-6))
+        return x * _repeated(cat, factor, 1, WIDTH)
+
+    def squared_relu(x):
+        x = library.where(x > 0, x, x * 0.0)
+        return x * x
+
+    def heads(x):
+        return x.reshape(TOKENS, HEADS, WIDTH // HEADS)
+
+    def attention(q, k, v):
+        q = _repeated(cat, heads(q)[:, None], 1, TOKENS)
+        k, v = (_repeated(cat, heads(x)[None], 0, TOKENS) for x in (k, v))
+        share = squared_relu(_added(q * k, 3)) * (1.0 / TOKENS / WIDTH)
+        return _added(_repeated(cat, share, 3, WIDTH // HEADS) * v, 1).reshape(TOKENS, WIDTH)
+
+    for i in range(blocks):
+        qkv = linear(norm(x), f"qkv{i}")
+        x = x + linear(attention(qkv[:, :WIDTH], qkv[:, WIDTH : 2 * WIDTH], qkv[:, 2 * WIDTH :]), f"out{i}")
+        x = x + linear(squared_relu(linear(norm(x), f"up{i}")), f"down{i}")
+    return x
+
+
+def in_torch(recipe, steps, blocks=BLOCKS):
+    """Yields the weights' codes and scales, and y, after each step."""
+    import torch
+
+    import blockfp.torch as bfp
+
+    class Library:
+        cat, where, sqrt = staticmethod(torch.cat), staticmethod(torch.where), staticmethod(torch.sqrt)
+        stopped = staticmethod(torch.Tensor.detach)
+
+    layers = {}
+    for name, w in weights(recipe, blocks).items():
+        layers[name] = bfp.Linear(w.shape[1], w.shape[0], bias=False, recipe=recipe, dtype=torch.float32)
+        layers[name].load_state_dict({"weight": torch.from_numpy(w)}, strict=False)
+    optimizer = bfp.AdamW([layer.weight for layer in layers.values()], lr=1e-3, weight_decay=0.01)
+    for step in range(steps):
+        x, wanted = map(torch.from_numpy, batch(step))
+        y = forward(Library, lambda x, name: layers[name](x), x, blocks)
+        y.backward((y.detach() - wanted) * (2.0 / TOKENS / WIDTH))
+        gradients = {name: layer.weight.grad.numpy().copy() for name, layer in layers.items()}
+        optimizer.step()
+        optimizer.zero_grad()
+        parts = {
+            name: (layer.weight.codes.numpy().copy(), layer.weight.scales.numpy().copy()) for name, layer in layers.items()
+        }
+        yield y.detach().numpy(), gradients, parts
+
+
+def in_jax(recipe, steps, blocks=BLOCKS):
+    """As `in_torch`. Nothing but layers and optimizer is compiled: XLA rounds fused operations otherwise."""
+    import jax
+    import jax.numpy as jnp
+
+    import blockfp.jax as bfp
+
+    class Library:
+        where, sqrt, stopped = staticmethod(jnp.where), staticmethod(jnp.sqrt), staticmethod(jax.lax.stop_gradient)
+        cat = staticmethod(jnp.concatenate)
+
+    params = {name: bfp.quantize_params(jnp.asarray(w), recipe) for name, w in weights(recipe, blocks).items()}
+    optimizer = bfp.adamw(1e-3, weight_decay=0.01)
+    state = optimizer.init(params)
+    update = jax.jit(lambda gradients, state, params: optimizer.update(gradients, state, params))
+
+    def loss(params, x, wanted):
+        y = forward(Library, lambda x, name: bfp.linear(x, params[name], recipe=recipe), x, blocks)
+        gradient = jax.lax.stop_gradient((y - wanted) * (2.0 / TOKENS / WIDTH))
+        return (y * gradient).sum(), y
+
+    for step in range(steps):
+        gradients, y = bfp.grad(loss, has_aux=True)(params, *map(jnp.asarray, batch(step)))
+        updates, state = update(gradients, state, params)
+        params = bfp.apply_updates(params, updates)
+        parts = {name: (np.asarray(w.codes), np.asarray(w.scales)) for name, w in params.items()}
+        yield np.asarray(y), {name: np.asarray(g) for name, g in gradients.items()}, parts
+
+
+def first_difference(recipe, steps, blocks=BLOCKS, in_jax_by=None):
+    """Returns where JAX and PyTorch first differ, "" where they never do, and the steps that were taken.
+
+    JAX trains by another recipe if `in_jax_by` is given.
+    """
+    runs = in_torch(recipe, steps, blocks), in_jax(in_jax_by or recipe, steps, blocks)
+    for step, both in enumerate(zip(*runs, strict=True)):
+        (y, gradients, parts), (other_y, other_gradients, other_parts) = both
+        if count := _differing(y, other_y):
+            return f"step {step}: y, {count} elements", step
+        for name in gradients:
+            if count := _differing(gradients[name], other_gradients[name]):
+                return f"step {step}: the gradient of {name}, {count} elements", step
+        for name in parts:
+            for part, other, what in zip(parts[name], other_parts[name], ("codes", "scales"), strict=True):
+                if count := _differing(part, other):
+                    return f"step {step}: {what} of {name} after the update, {count} elements", step
+    return "", steps
+
+
+def _differing(a, b):
+    assert a.shape == b.shape
+    assert a.dtype == b.dtype
+    bits = np.uint8 if a.dtype == np.uint8 else np.int32
+    return int((a.view(bits) != b.view(bits)).sum())
