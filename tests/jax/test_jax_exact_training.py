@@ -1,7 +1,6 @@
-"""Training steps have the same bits in JAX and PyTorch: outputs, gradients, codes.
+"""Training steps have the same bits in JAX and PyTorch: outputs, gradients, codes, masters.
 
-`python tests/jax/test_jax_exact_training.py 100` takes up to 100 steps, and says where the first difference is. AdamW's
-constants, which JAX computes in float32 and PyTorch in float64, make one of a code after some 40.
+`python tests/jax/test_jax_exact_training.py 100` takes 100 steps of two blocks, and says where the first difference is.
 """
 
 import sys

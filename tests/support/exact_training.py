@@ -10,19 +10,15 @@ factor, and the loss, of which only y's gradient is made.
 
 import numpy as np
 
-import blockfp
-from blockfp import recipes
-
 WIDTH, TOKENS, HEADS, BLOCKS = 128, 16, 4, 2
 LAYERS = {"qkv": (3 * WIDTH, WIDTH), "out": (WIDTH, WIDTH), "up": (WIDTH, WIDTH), "down": (WIDTH, WIDTH)}
 
 
-def weights(recipe, blocks=BLOCKS):
-    """Weights that the recipe's format represents, from which masters begin alike."""
-    rng, format = np.random.default_rng(0), recipes.parse(recipe).weight.format
+def weights(blocks=BLOCKS):
+    """The first weights, by name."""
+    rng = np.random.default_rng(0)
     shapes = {f"{name}{i}": shape for i in range(blocks) for name, shape in LAYERS.items()}
-    drawn = {name: (rng.standard_normal(shape) / 16).astype(np.float32) for name, shape in shapes.items()}
-    return {name: np.asarray(blockfp.quantize(w, format).dequantize(), np.float32) for name, w in drawn.items()}
+    return {name: (rng.standard_normal(shape) / 16).astype(np.float32) for name, shape in shapes.items()}
 
 
 def batch(step):
@@ -78,17 +74,22 @@ def forward(library, linear, x, blocks=BLOCKS):
 
 
 def in_torch(recipe, steps, blocks=BLOCKS):
-    """Yields the weights' codes and scales, and y, after each step."""
+    """Yields y, the weights' gradients, and their codes, scales and masters, after each step."""
     import torch
 
     import blockfp.torch as bfp
 
     class Library:
-        cat, where, sqrt = staticmethod(torch.cat), staticmethod(torch.where), staticmethod(torch.sqrt)
+        cat, where = staticmethod(torch.cat), staticmethod(torch.where)
         stopped = staticmethod(torch.Tensor.detach)
 
+        @staticmethod
+        def sqrt(x):
+            # torch rounds one in six float32 roots otherwise than IEEE 754.
+            return x.detach().double().sqrt().float()
+
     layers = {}
-    for name, w in weights(recipe, blocks).items():
+    for name, w in weights(blocks).items():
         layers[name] = bfp.Linear(w.shape[1], w.shape[0], bias=False, recipe=recipe, dtype=torch.float32)
         layers[name].load_state_dict({"weight": torch.from_numpy(w)}, strict=False)
     optimizer = bfp.AdamW([layer.weight for layer in layers.values()], lr=1e-3, weight_decay=0.01)
@@ -99,9 +100,8 @@ def in_torch(recipe, steps, blocks=BLOCKS):
         gradients = {name: layer.weight.grad.numpy().copy() for name, layer in layers.items()}
         optimizer.step()
         optimizer.zero_grad()
-        parts = {
-            name: (layer.weight.codes.numpy().copy(), layer.weight.scales.numpy().copy()) for name, layer in layers.items()
-        }
+        of = {name: (w := layer.weight, optimizer.state[w]["master"]) for name, layer in layers.items()}
+        parts = {name: [x.numpy().copy() for x in (w.codes, w.scales, master)] for name, (w, master) in of.items()}
         yield y.detach().numpy(), gradients, parts
 
 
@@ -116,9 +116,10 @@ def in_jax(recipe, steps, blocks=BLOCKS):
         where, sqrt, stopped = staticmethod(jnp.where), staticmethod(jnp.sqrt), staticmethod(jax.lax.stop_gradient)
         cat = staticmethod(jnp.concatenate)
 
-    params = {name: bfp.quantize_params(jnp.asarray(w), recipe) for name, w in weights(recipe, blocks).items()}
+    first = {name: jnp.asarray(w) for name, w in weights(blocks).items()}
+    params = bfp.quantize_params(first, recipe)
     optimizer = bfp.adamw(1e-3, weight_decay=0.01)
-    state = optimizer.init(params)
+    state = optimizer.init(params, first)
     update = jax.jit(lambda gradients, state, params: optimizer.update(gradients, state, params))
 
     def loss(params, x, wanted):
@@ -130,7 +131,7 @@ def in_jax(recipe, steps, blocks=BLOCKS):
         gradients, y = bfp.grad(loss, has_aux=True)(params, *map(jnp.asarray, batch(step)))
         updates, state = update(gradients, state, params)
         params = bfp.apply_updates(params, updates)
-        parts = {name: (np.asarray(w.codes), np.asarray(w.scales)) for name, w in params.items()}
+        parts = {name: [np.asarray(x) for x in (w.codes, w.scales, state.masters[name])] for name, w in params.items()}
         yield np.asarray(y), {name: np.asarray(g) for name, g in gradients.items()}, parts
 
 
@@ -148,7 +149,7 @@ def first_difference(recipe, steps, blocks=BLOCKS, in_jax_by=None):
             if count := _differing(gradients[name], other_gradients[name]):
                 return f"step {step}: the gradient of {name}, {count} elements", step
         for name in parts:
-            for part, other, what in zip(parts[name], other_parts[name], ("codes", "scales"), strict=True):
+            for part, other, what in zip(parts[name], other_parts[name], ("codes", "scales", "masters"), strict=True):
                 if count := _differing(part, other):
                     return f"step {step}: {what} of {name} after the update, {count} elements", step
     return "", steps

@@ -14,6 +14,7 @@ from blockfp.definition.recipe import Product as RecipeProduct
 from blockfp.kernels import cuda_library, exact_order, native
 from blockfp.kernels.routes import Route
 
+from ...torch_internals import assume_constant_result
 from ..kernels import kernels_for, transpose
 from ..library import name_of
 from .library_products import on_values
@@ -22,7 +23,7 @@ from .matrix import Matrix
 Product = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor | None], Tensor]
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def why_not(
     casts: str,
     kind: str,
