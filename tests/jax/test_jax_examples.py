@@ -71,7 +71,7 @@ def test_a_llama_goes_on_from_its_checkpoint_with_the_same_bits(tmp_path, monkey
     pytest.importorskip("orbax.checkpoint")
     monkeypatch.syspath_prepend(EXAMPLES)
     llama = load("train_llama_jax")
-    small = llama.Sizes(width=64, inner=96, layers=2, batch=4, length=32)
+    small = llama.Sizes(width=64, inner=96, layers=2, batch=8, length=32)
     monkeypatch.setattr(llama, "Sizes", lambda: small)
 
     def losses(*arguments):
