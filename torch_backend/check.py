@@ -17,9 +17,9 @@ from blockfp.definition.numerics import Quantized
 from blockfp.definition.products import Operand
 from blockfp.formats import Format
 from blockfp.kernels import cuda_library, native
-from blockfp.kernels.products import plan
 from blockfp.kernels.routes import HOPPER
 
+from .ops.product.library_products import on_codes
 from .quantized_tensor.quantize import quantize
 from .quantized_tensor.tensor import QuantizedTensor
 
@@ -100,16 +100,13 @@ class TorchCuda(TorchBackend):
         assert a.format is not None
         assert b.format is not None
         (m, k), n = a.codes.shape, b.codes.shape[0]
-        # Without cuBLASLt the plan is the own kernel.
-        planned = plan(a.format, b.format, m, n, k, capability=HOPPER, cublas=0, dtype=dtype, accumulate=addend is not None)
-        out = torch.empty((m, n), dtype=getattr(torch, dtype), device=self.device)
-        if addend is not None:
-            out.copy_(addend)
-        workspace = torch.empty(planned.workspace, dtype=torch.uint8, device=self.device) if planned.workspace else None
-        given = [x.to(self.device).contiguous() for x in (a.codes, b.codes, a.scales, b.scales) if x is not None]
-        added = None if bias is None else bias.to(self.device)
-        cuda_library.library().product(*given, None, added, out, workspace, *planned.numbers)
-        return out
+        kinds = getattr(torch, dtype), None if bias is None else bias.dtype
+        run = on_codes(
+            torch.device(self.device), a.format, b.format, m, n, k, *kinds, accumulate=addend is not None, exact_order=True
+        )
+        left, right = ([part.to(self.device) for part in (x.codes, x.scales) if part is not None] for x in (a, b))
+        out = None if addend is None else addend.to(self.device, kinds[0], copy=True)
+        return run(left, right, None if bias is None else bias.to(self.device), out=out)
 
 
 class TorchCompiled(TorchBackend):

@@ -197,6 +197,24 @@ The five-argument hook gets the module, but requires equal sizes on all ranks, w
 """
 
 
+def local_above(frame: FrameType | None, name: str, fits: Callable[[Any], bool], *, most: int = sys.maxsize) -> Any:
+    """Returns the first variable of this name that fits, in the frame and those above, at most so many; None if none does."""
+    while frame is not None and most:
+        found = frame.f_locals
+        if name in found and fits(found[name]):
+            return found[name]
+        frame, most = frame.f_back, most - 1
+    return None
+
+
+def checkpointed_region(frame: FrameType) -> torch.fx.GraphModule | None:
+    """Returns the graph that a compiled checkpoint is about to trace, from the frames above its `context_fn`.
+
+    Only that graph tells parameters from activations: compiled code passes everything that the region reads as inputs.
+    """
+    return local_above(frame, "gmod", lambda value: isinstance(value, torch.fx.GraphModule))
+
+
 def _instances(kind: Any) -> list[Any]:
     """Returns all instances of a class, found as its referrers; `gc.get_objects` holds tuples other threads still build."""
 
@@ -273,15 +291,8 @@ def fsdp_param(frame: FrameType) -> Any:
 
 def gathered_together(frame: FrameType, param: Any) -> Sequence[Any]:
     """Returns the records of all parameters gathered with this one, from the frames above its hook's call."""
-    found: FrameType | None = frame
-    for _ in range(4):
-        if found is None:
-            break
-        params = found.f_locals.get("fsdp_params")
-        if isinstance(params, list | tuple) and any(one is param for one in params):
-            return params
-        found = found.f_back
-    return [param]
+    holds = lambda params: isinstance(params, list | tuple) and any(one is param for one in params)  # noqa: E731
+    return local_above(frame, "fsdp_params", holds, most=4) or [param]
 
 
 def fsdp_name(param: Any) -> str:

@@ -17,7 +17,7 @@ from blockfp.recipes import ByPath, Recipe, RecipeName
 
 from ..implementations import ops
 from ..implementations.carriers import Shares
-from ..params.params import Filter, is_matrix
+from ..params.params import Filter, is_matrix, none_taken
 from ..params.trees import describe, map_with_path
 from . import delayed
 from .delayed import DelayedState, delayed_state
@@ -107,8 +107,7 @@ def init_state(
     grouped = {path for path, leaf in weights if grouped_fn is not None and grouped_fn(path, leaf)}
     recipes.check_paths(recipe, [path for path, _ in found])
     if not weights:
-        names = ", ".join(repr(path) for path, _ in found[:5])
-        raise ValueError(f"params holds no weight: filter_fn takes none of {names}{', ..' if len(found) > 5 else ''}")
+        raise none_taken("params", [path for path, _ in found])
 
     def one(path: str, leaf: Any) -> LayerState | None:
         chosen = recipes.resolve(recipe, path) if path in taken else None

@@ -69,14 +69,17 @@ def quantize_params(tree: Any, recipe: Recipe | RecipeName | ByPath, *, filter_f
     converted = map_with_path(convert, tree)
     recipes.check_paths(recipe, [*weights, *others])
     if others and not weights:
-        raise ValueError(
-            "tree holds no weight to quantize: filter_fn takes none of "
-            f"{', '.join(map(repr, others[:5]))}{', ..' if len(others) > 5 else ''}"
-        )
+        raise none_taken("tree", others)
     if isinstance(recipe, Mapping):
         # A pattern with None may match leaves that filter_fn excludes anyway.
         recipes.check_paths({pattern: one for pattern, one in recipe.items() if one is not None}, weights)
     return converted
+
+
+def none_taken(name: str, paths: Sequence[str]) -> ValueError:
+    """Returns the error for a filter that takes none of the leaves at these paths of the argument `name`."""
+    some = ", ".join(map(repr, paths[:5])) + (", .." if len(paths) > 5 else "")
+    return ValueError(f"{name} holds no weight to quantize: filter_fn takes none of {some}")
 
 
 def quantize_weight(

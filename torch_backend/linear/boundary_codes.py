@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache, partial
 from itertools import islice
-from types import FrameType
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from blockfp.sharding.reducing import check_reduce_format
 from ..ops import dequantize_plans
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import DTYPES
-from ..torch_internals import TorchDispatchMode, arguments_of, frame_above, proxy_mode, saved_hooks
+from ..torch_internals import TorchDispatchMode, arguments_of, checkpointed_region, frame_above, proxy_mode, saved_hooks
 
 
 def keep_codes(format: Format | str) -> Callable[[], tuple[Any, Any]]:
@@ -167,20 +166,13 @@ def _cuts(format: Format, lies: Sharding) -> bool:
 
 
 def _run_on_values(format: Format) -> None:
-    """Makes the region that a compiler's checkpoint is about to trace run twice.
-
-    Only the region's graph, a variable of a caller, tells parameters from activations: compiled code passes everything that
-    the region reads as inputs.
-    """
-    frame: FrameType | None = frame_above(2)
-    while frame is not None and not isinstance(frame.f_locals.get("gmod"), torch.fx.GraphModule):
-        frame = frame.f_back
-    if frame is None:
+    """Makes the region that a compiler's checkpoint is about to trace run twice."""
+    module = checkpointed_region(frame_above(2))
+    if module is None:
         raise NotImplementedError(
             f"keep_codes({format}) in a checkpoint that is traced by make_fx, of which only torch.compile has the graph: trace "
             "what is inside"
         )
-    module: torch.fx.GraphModule = frame.f_locals["gmod"]
     if "keep_codes" in module.meta:
         return
     module.meta["keep_codes"] = True
