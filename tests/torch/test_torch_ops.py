@@ -1,20 +1,24 @@
 """The custom ops: torch's own checks, gradients, compilation, codes and scales as DTensors, and what is refused."""
 
 import functools
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import threaded
 import torch
 from arrays import values
-from blockfp.torch_backend.ops import cuda, dequantize_plans
+from blockfp.torch_backend.ops import cuda, dequantize_plans, library
 from blockfp.torch_backend.ops.quantize import cuda_reader
 from held_formats import FORMATS
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+import blockfp
 import blockfp.torch as bfp
 from blockfp.definition import numerics
 from blockfp.formats import Format
@@ -254,3 +258,31 @@ def values_of_a_weight(rank):
 
 def test_values_of_a_weight():
     threaded.run(2, values_of_a_weight)
+
+
+def test_programs_of_another_blockfp_are_compiled_again(tmp_path, monkeypatch):
+    """torch's caches on disk know ops by name; a program has an op's defaults and the shapes that its fake gave."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    config = torch.compiler.config
+    (ours,) = re.findall("blockfp [^;]*;", config.cache_key_tag)
+    assert ours == f"blockfp {blockfp.__version__} {library.digest_of(Path(blockfp.__file__).parent)};"
+
+    def found():
+        torch.compiler.reset()
+        counters.clear()
+        q = bfp.quantize(tensor((32, 64)), "mxfp8_e4m3")
+        compiled = torch.compile(lambda q: q.dequantize(torch.float32) + 1, fullgraph=True)
+        assert torch.equal(compiled(q), q.dequantize(torch.float32) + 1)
+        return [counters[cache][f"{kind}_cache_hit"] for cache, kind in (("inductor", "fxgraph"), ("aot_autograd", "autograd"))]
+
+    package = tmp_path / "blockfp"
+    (package / "ops").mkdir(parents=True)
+    tags = []
+    for source in ("exact=False", "exact=''"):
+        (package / "ops" / "products.py").write_text(source)
+        tags.append(config.cache_key_tag.replace(ours, f"blockfp 0.0.1 {library.digest_of(package)};"))
+    hits = []
+    for tag in (tags[0], tags[0], tags[1]):
+        monkeypatch.setattr(config, "cache_key_tag", tag)
+        hits.append(max(found()))
+    assert hits == [0, 1, 0]

@@ -5,19 +5,38 @@ Ops take a format by name. A compiled graph calls each op once; every implementa
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.compiler.config as compiler_config
 from torch import Tensor
 
+import blockfp
 from blockfp.definition import layout
 from blockfp.definition.bits import FLOAT_DTYPES
 from blockfp.formats import ELEMENTS, Format
 
 from ..torch_internals import FakeTensor, disable_compiler, dispatch_modes, is_exporting, pytree
+
+
+def digest_of(package: Path) -> str:
+    """Returns a digest of a package's Python sources, those behind links included."""
+    folders = sorted((folder, sorted(names)) for folder, _, names in os.walk(package, followlinks=True))
+    digest = hashlib.blake2b(digest_size=8)
+    for path in (Path(folder, name) for folder, names in folders for name in names if name.endswith(".py")):
+        digest.update(str(path.relative_to(package)).encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+# torch keeps compiled programs on disk and finds them by the names of ops. Without this tag, which all its caches read,
+# programs that another blockfp compiled, with other defaults, fakes or subclasses, would run here.
+compiler_config.cache_key_tag += f"blockfp {blockfp.__version__} {digest_of(Path(blockfp.__file__).parent)};"
 
 # A Library with Python functions costs two thirds of `torch.library.custom_op`'s host time.
 _library = torch.library.Library("blockfp", "DEF")
