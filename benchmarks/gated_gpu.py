@@ -23,6 +23,7 @@ from turns import milliseconds, write_record
 
 from blockfp.formats import Format
 from blockfp.kernels import cuda_library
+from blockfp.kernels.calls import OperandCast
 
 FORMATS = ("fp8_e4m3", "fp8_e4m3_1x128", "mxfp8_e4m3", "mxfp6_e3m2", "mxfp4_e2m1", "nvfp4")
 STEPS, WARM = 20, 3
@@ -56,11 +57,11 @@ def gated_cases(activation: str, layout: str, rows: int, columns: int) -> dict[s
         reads = 2 if f.has_tensor_scale else 1
 
         def fused(f: Format = f) -> object:
-            return quantize_gated(gate, up, activation, way, f, f, None, None, False, 0.0)
+            return quantize_gated(gate, up, activation, way, OperandCast(f, f))
 
         def apart(f: Format = f) -> object:
             made = activate(*gate_and_up(gate, up, way), activation)
-            return quantize_matrix(made, f, f, None, None, None, (False, False), False, 0.0)
+            return quantize_matrix(made, OperandCast(f, f))
 
         cases[name] = [fused, apart], elements * (2 * inputs * reads + written_bytes(f, 2))
     gradient = torch.randn((rows, columns), device="cuda").bfloat16()

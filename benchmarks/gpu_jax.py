@@ -123,8 +123,8 @@ def _grouped(format, x, *, directions):
     shares = np.random.default_rng(0).dirichlet([4.0] * (GROUPS - 1))
     ends = np.rint(np.cumsum([0.0, *shares]) * x.shape[0]).astype(np.int32)
     places = tiles.Tiles.of(jnp.asarray([0, *np.diff(ends)], jnp.int32), x.shape[0], groups.UNIT)
-    wanted = {"rows": "row" in directions, "columns": "column" in directions}
-    both = grouped_codes.quantize_groups(x, places, Cast(format), tiles.Scaling(0.0), **wanted)
+    casts = tuple(Cast(format) if way in directions else None for way in ("row", "column"))
+    both = grouped_codes.quantize_groups(x, places, casts, tiles.Scaling(0.0))
     return [(q.codes, q.scales) for q in both if q is not None]
 
 

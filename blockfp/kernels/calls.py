@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 from ..definition import bits, checks, groups, layout
 from ..definition.matrix_units import SUMMATIONS, Summation
 from ..definition.products import Side
+from ..definition.recipe import Cast
 from ..formats import Format
 
 # The numbers of kernels/include/blockfp/elements.h, scales.h and dtypes.h.
@@ -83,6 +84,7 @@ Array = tuple[tuple[int, ...], str]
 """Shape and dtype."""
 Pair = tuple[bool, bool]
 """Something of both directions, rowwise and columnwise."""
+Given = Literal["amax", "multiplier"] | None
 NEITHER: Pair = (False, False)
 
 
@@ -114,7 +116,7 @@ class OperandCast(NamedTuple):
 
     row: Format | None = None
     column: Format | None = None
-    given: Literal["amax", "multiplier"] | None = None
+    given: Given = None
     random: Pair = NEITHER
     rotate: bool = False
     eps: float = 0.0
@@ -126,6 +128,13 @@ class OperandCast(NamedTuple):
         format = self.row or self.column
         assert format is not None
         return format
+
+    @property
+    def directions(self) -> tuple[OperandCast, OperandCast]:
+        """The cast along the rows and the one along the columns, alone."""
+        (row, column), (rows, columns) = self.random, self.aligned
+        by_row = self._replace(column=None, random=(row, False), rotate=False, aligned=(rows, False))
+        return by_row, self._replace(row=None, random=(False, column), aligned=(False, columns))
 
     @property
     def rotates(self) -> bool:
@@ -154,6 +163,32 @@ class OperandCast(NamedTuple):
             return False
         whole = 8 if self.one_pass(stored=False) else 32 if format.element.bits == 4 else 16
         return not (rows % whole if self.column is not None or whole == 8 else columns % (length or 1))
+
+
+def given_of(amax: Any, multiplier: Any) -> Given:
+    """Returns which of an amax and a multiplier is given, of which a multiplier counts."""
+    return "multiplier" if multiplier is not None else None if amax is None else "amax"
+
+
+def operand_cast(
+    row: Cast | None,
+    column: Cast | None,
+    eps: float,
+    *,
+    given: Given = None,
+    keyed: bool = False,
+    aligned: Pair = NEITHER,
+) -> OperandCast:
+    """Describes a recipe's casts of an operand; a direction without cast or format isn't wanted.
+
+    `keyed` says whether there are random keys, without which stochastic casts round to nearest.
+    """
+    row = None if row is None or row.format is None else row
+    column = None if column is None or column.format is None else column
+    random = (keyed and row is not None and row.stochastic, keyed and column is not None and column.stochastic)
+    rotate, aligned = column is not None and column.rotate, (aligned[0] and row is not None, aligned[1] and column is not None)
+    formats = (None if row is None else row.format, None if column is None else column.format)
+    return OperandCast(*formats, given, random, rotate, eps, aligned)
 
 
 @cache

@@ -224,22 +224,14 @@ def quantize_groups(
     words: jax.Array,
     keys: jax.Array | None,
     multiplier: jax.Array | None,
-    *,
-    format: Format,
+    cast: OperandCast,
     count: int,
-    eps: float,
-    rows: bool,
-    columns: bool,
-    keyed: tuple[bool, bool] = (False, False),
-    rotate: bool = False,
 ) -> tuple[Quantized | None, Quantized | None]:
     """Quantizes `count` groups of rows along the rows and the columns; groups that hold an Inf get NaN scales.
 
     `words` are of `group_rows`, keys uint32 [groups, 2, 2], a multiplier float32 (). The parts are those of
     `definition.groups`.
     """
-    given = None if multiplier is None else "multiplier"
-    cast = OperandCast(format if rows else None, format if columns else None, given, keyed, rotate, eps)
     scale = None if multiplier is None else multiplier.reshape(1)
     found = _carry_out(calls.quantize_groups(x.shape, bits.dtype_name(x), cast, count), x, words, keys=keys, amax=scale)
     return _parts(found, cast.row), _parts(found, cast.column, PARTS_T)

@@ -20,7 +20,7 @@ from blockfp.definition.recoding import keeps_codes, value_dtype
 from blockfp.definition.rounding import COLUMNWISE, ROWWISE
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
-from blockfp.kernels.calls import cuda_rotates
+from blockfp.kernels.calls import cuda_rotates, given_of, operand_cast
 from blockfp.recipes import HIGH_PRECISION, Cast
 
 from ..arrays.array import QuantizedArray
@@ -186,23 +186,20 @@ def _by_kernel(
     (format,) = {cast.format for cast in casts if cast is not None}
     assert format is not None
     tokens, count = x.shape[0], tiles.sizes.shape[0]
-    keyed = tuple(cast is not None and cast.stochastic for cast in casts)
-    rotate = casts[1] is not None and casts[1].rotate
-    arrays = scaling.multiplier, scaling.key if any(keyed) else None, scaling.coordinate, scaling.first_group
+    how = operand_cast(*casts, eps_for(format, scaling.eps), given=given_of(None, scaling.multiplier), keyed=True)
+    arrays = scaling.multiplier, scaling.key if any(how.random) else None, scaling.coordinate, scaling.first_group
 
     def given(multiplier, key, coordinate, first) -> Scaling:
         return scaling._replace(multiplier=multiplier, key=key, coordinate=coordinate, first_group=first)
 
     def kernel(x, tiles, multiplier, *rest):
         keys = None
-        if any(keyed):
+        if any(how.random):
             one = given(multiplier, *rest)
             each = [jax.vmap(lambda group, way=way: one.key_of(group, way))(jnp.arange(count)) for way in (ROWWISE, COLUMNWISE)]
             keys = jnp.stack(each, axis=1).astype(jnp.uint32)
         words = cuda.group_rows(jnp.cumsum(tiles.sizes), tokens)
-        wanted = {"rows": casts[0] is not None, "columns": casts[1] is not None, "keyed": keyed, "rotate": rotate}
-        options = {"format": format, "count": count, "eps": eps_for(format, scaling.eps), **wanted}
-        return [parts for parts in cuda.quantize_groups(x, words, keys, multiplier, **options) if parts is not None]
+        return [parts for parts in cuda.quantize_groups(x, words, keys, multiplier, how, count) if parts is not None]
 
     def definition(x, tiles, *rest):
         made = [_by_tiles(x, tiles, cast, given(*rest), columnwise=bool(i)) for i, cast in enumerate(casts) if cast is not None]

@@ -15,7 +15,7 @@ from blockfp.definition.rotation import rotate
 from blockfp.definition.rounding import COLUMNWISE, ROWWISE, gradient_key
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
-from blockfp.kernels.calls import ACTIVATIONS, OperandCast
+from blockfp.kernels.calls import ACTIVATIONS, OperandCast, given_of, operand_cast
 from blockfp.recipes import Cast, Recipe
 from blockfp.sharding import plans
 
@@ -138,9 +138,7 @@ class _Operands:
             return None
         if choice.missing_product(0) is not None:
             return None
-        of_row, of_column = (None if cast is None else cast.format for cast in (row, column))
-        rotated, given = column is not None and column.rotate, None if self.multiplier is None else "multiplier"
-        plain = OperandCast(of_row, of_column, given, rotate=rotated, eps=eps_for(format, self.eps))
+        plain = operand_cast(row, column, eps_for(format, self.eps), given=given_of(None, self.multiplier))
         for gated in (True, False) if self.made is not None else (False,):
             cast = plain._replace(aligned=self.aligned)
             cast = cast if cast.one_pass(stored=not gated) and self.x.size else plain

@@ -17,6 +17,7 @@ from blockfp.torch_backend.ops.quantize.quantize_plans import quantize_matrix
 import blockfp.torch as bfp
 from blockfp.formats import FORMATS, Format
 from blockfp.kernels import cuda_library
+from blockfp.kernels.calls import OperandCast
 from blockfp.kernels.products import plan_values
 
 
@@ -75,8 +76,9 @@ def each_aligned():
                 format = Format.parse(name)
                 words = cuda_groups.group_rows(ends, shape[0])
                 for aligned in ((True, True), (True, False)):
-                    quantize_matrix(x, format, format, None, None, None, (False, False), False, 0.0, aligned)
-                    cuda_groups.quantize_groups(x, words, 3, format, format, aligned=aligned)
+                    cast = OperandCast(format, format, aligned=aligned)
+                    quantize_matrix(x, cast)
+                    cuda_groups.quantize_groups(x, words, 3, cast)
 
 
 def each_product():

@@ -16,7 +16,7 @@ from same_tensors import assert_same
 import blockfp.torch as bfp
 from blockfp import recipes
 from blockfp.formats import Format
-from blockfp.kernels.calls import OperandCast
+from blockfp.kernels.calls import OperandCast, given_of
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2")
 LAYOUTS = ("alone", "apart", "halves", "pairs")
@@ -71,12 +71,12 @@ def test_casts(activation, layout, name):
             planned.append(plan is not None)
             for row, column in ((format, format), (format, None), (None, format)):
                 for multiplier in (None, torch.tensor(3.0, device="cuda")) if format.per_tensor else (None,):
-                    inputs = (gate, up, activation, way(layout), row, column)
-                    ours = gated_ops.quantize_gated(*inputs, None, multiplier, False, 0.0)
-                    theirs = quantize_matrix(made, row, column, None, multiplier, None, (False, False), False, 0.0)
+                    inputs, cast = (gate, up, activation, way(layout)), OperandCast(row, column, given_of(None, multiplier))
+                    ours = gated_ops.quantize_gated(*inputs, cast, None, multiplier)
+                    theirs = quantize_matrix(made, cast, None, multiplier)
                     if format.per_tensor and multiplier is None:
                         *ours, amax = ours
-                        again = gated_ops.quantize_gated(*inputs, amax, None, False, 0.0)
+                        again = gated_ops.quantize_gated(*inputs, cast._replace(given="amax"), amax)
                         assert_same(again[:-1], theirs, f"{layout} {shape} with its amax")
                         assert amax.view(torch.float32) == made.abs().max()
                     what = f"{activation} {layout} {dtype} {shape} {row} {column}, multiplier {multiplier}"
@@ -88,13 +88,12 @@ def test_casts(activation, layout, name):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rotated(layout):
     format = Format.parse("nvfp4")
+    cast = OperandCast(format, format, rotate=True)
     for seed, shape in enumerate(SHAPES):
         gate, up = tensors(shape, layout, "bfloat16", seed)
         made = activate(*gate_and_up(gate, up, way(layout)), "silu").contiguous()
-        ours = gated_ops.quantize_gated(gate, up, "silu", way(layout), format, format, None, None, True, 0.0)
-        assert_same(
-            ours, quantize_matrix(made, format, format, None, None, None, (False, False), True, 0.0), f"{layout} {shape}"
-        )
+        ours = gated_ops.quantize_gated(gate, up, "silu", way(layout), cast)
+        assert_same(ours, quantize_matrix(made, cast), f"{layout} {shape}")
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -112,8 +111,8 @@ def test_special_values(name, special):
             second[70, 133] = 1e30
         made = activate(first, second, "silu").contiguous()
         for column in (format, None):
-            ours = gated_ops.quantize_gated(gate, up, "silu", layout, format, column, None, None, False, 0.0)
-            theirs = quantize_matrix(made, format, column, None, None, None, (False, False), False, 0.0)
+            ours = gated_ops.quantize_gated(gate, up, "silu", layout, OperandCast(format, column))
+            theirs = quantize_matrix(made, OperandCast(format, column))
             assert_same(ours[: len(theirs)], theirs, f"{special} {layout} {column}")
 
 
@@ -150,8 +149,8 @@ def test_other_lengths_and_places_take_the_operations(shape):
             for first in (0, 3):
                 a, b = gate[first : first + shape[0]], None if up is None else up[first : first + shape[0]]
                 made = activate(*gate_and_up(a, b, way(layout)), "silu").contiguous()
-                ours = gated_ops.quantize_gated(a, b, "silu", way(layout), format, format, None, None, False, 0.0)
-                theirs = quantize_matrix(made, format, format, None, None, None, (False, False), False, 0.0)
+                ours = gated_ops.quantize_gated(a, b, "silu", way(layout), OperandCast(format, format))
+                theirs = quantize_matrix(made, OperandCast(format, format))
                 assert_same(ours[: len(theirs)], theirs, f"{name} {layout} from row {first}")
 
 
@@ -244,7 +243,7 @@ def test_what_the_activation_makes_is_not_kept():
         f = Format.parse(name)
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        parts = gated_ops.quantize_gated(gate, up, "silu", "apart", f, f, None, None, False, 0.0)
+        parts = gated_ops.quantize_gated(gate, up, "silu", "apart", OperandCast(f, f))
         peak = torch.cuda.max_memory_allocated() - before
         assert len(parts) in (4, 5, 6)
         assert peak < (bytes_each + 0.2) * one, (name, peak / one)

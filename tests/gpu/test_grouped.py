@@ -17,6 +17,7 @@ from blockfp import formats, recipes
 from blockfp.definition import groups, rotation
 from blockfp.definition.numerics import Quantized
 from blockfp.kernels import cuda_library
+from blockfp.kernels.calls import OperandCast
 
 COUNTS = (5, 0, 130, 128, 257, 0, 1, 40)
 # test_linear.py has fp8_row. The groups' kernels rotate NVFP4 alone, and choose no scales.
@@ -79,9 +80,9 @@ def test_bits_are_those_of_the_groups_by_themselves(name, dtype):
     for features in (256, 200, 77):
         x = values((tokens, features), dtype=getattr(torch, dtype))
         words = cuda_groups.group_rows(ends_of(COUNTS), tokens)
-        both = cuda_groups.quantize_groups(x.cuda(), words, len(COUNTS), format, format)
-        rows = cuda_groups.quantize_groups(x.cuda(), words, len(COUNTS), format, None)
-        columns = cuda_groups.quantize_groups(x.cuda(), words, len(COUNTS), None, format)
+        both = cuda_groups.quantize_groups(x.cuda(), words, len(COUNTS), OperandCast(format, format))
+        rows = cuda_groups.quantize_groups(x.cuda(), words, len(COUNTS), OperandCast(format))
+        columns = cuda_groups.quantize_groups(x.cuda(), words, len(COUNTS), OperandCast(None, format))
         for columnwise, found, alone in ((False, both.row, rows.row), (True, both.column, columns.column)):
             wanted, ends = defined(x, COUNTS, format, columnwise=columnwise)
             for parts in (found, alone):
@@ -98,8 +99,8 @@ def test_random_bits_and_rotation_begin_with_each_group(name, rotate):
     for features in (96, 70):
         x = values((tokens, features), 1)
         words = cuda_groups.group_rows(ends_of(COUNTS), tokens)
-        options = {"keys": keys.cuda(), "row_keyed": True, "column_keyed": True, "rotate": rotate}
-        found = cuda_groups.quantize_groups(x.cuda(), words, len(COUNTS), format, format, **options)
+        cast = OperandCast(format, format, random=(True, True), rotate=rotate)
+        found = cuda_groups.quantize_groups(x.cuda(), words, len(COUNTS), cast, keys=keys.cuda())
         for columnwise, parts in ((False, found.row), (True, found.column)):
             wanted, ends = defined(x, COUNTS, format, columnwise=columnwise, keys=keys, rotate=rotate)
             assert_same_groups(parts, wanted, ends, tokens, features, format, columnwise)
@@ -133,7 +134,7 @@ def test_an_infinity_shows_in_its_group_alone(name):
     x = values((tokens, 256), 3)
     x[140, 7] = float("inf")
     words = cuda_groups.group_rows(ends_of(COUNTS), tokens)
-    found = cuda_groups.quantize_groups(x.cuda(), words, len(COUNTS), format, format)
+    found = cuda_groups.quantize_groups(x.cuda(), words, len(COUNTS), OperandCast(format, format))
     ends = torch.tensor(COUNTS).cumsum(0).tolist()
     for columnwise, parts in ((False, found.row), (True, found.column)):
         whole = Quantized(*on_host(parts), *[None] * (3 - len(parts)))

@@ -7,6 +7,7 @@ from blockfp.torch_backend.ops.quantize.quantize_plans import quantize_matrix
 from cuda_arrays import capture
 
 from blockfp.formats import FORMATS, Format
+from blockfp.kernels.calls import OperandCast, given_of
 
 # Tiles put in order, rows alone, ragged ends, less than a block.
 SHAPES = ((256, 384), (160, 256), (77, 130), (1, 16))
@@ -34,7 +35,7 @@ def samples(shape, dtype):
 def check(x, row, column, multiplier=None):
     given = [None if multiplier is None else multiplier.to(device) for device in ("cpu", "cuda")]
     wanted, found = (
-        quantize_matrix(x.to(device), row, column, None, one, None, (False, False), False, 0.0)
+        quantize_matrix(x.to(device), OperandCast(row, column, given_of(None, one)), None, one)
         for device, one in zip(("cpu", "cuda"), given, strict=True)
     )
     for number, (ours, gpu) in enumerate(zip(wanted, found, strict=True)):
@@ -62,7 +63,7 @@ def test_only_an_inf_is_marked(name, dtype):
 def test_a_mark_is_of_one_call(name):
     """Of a graph that is replayed, too."""
     format = Format.parse(name)
-    run = lambda x: quantize_matrix(x, format, format, None, None, None, (False, False), False, 0.0)  # noqa: E731
+    run = lambda x: quantize_matrix(x, OperandCast(format, format))  # noqa: E731
     good = torch.randn((256, 384), device="cuda", dtype=torch.bfloat16)
     bad = good.clone()
     bad[200, 300] = torch.inf
@@ -86,10 +87,8 @@ def test_random_and_rotated_operands_are_marked(name):
     keys = torch.tensor([[3, 4], [5, 6]], dtype=torch.int32)
     for rotate in (False, True) if name == "nvfp4" else (False,):
         for random in ((True, True), (False, True)):
+            cast = OperandCast(format, format, random=random, rotate=rotate)
             for _, x in samples((256, 384), torch.bfloat16):
-                results = [
-                    quantize_matrix(x.to(device), format, format, None, None, keys.to(device), random, rotate, 0.0)
-                    for device in ("cpu", "cuda")
-                ]
+                results = [quantize_matrix(x.to(device), cast, keys=keys.to(device)) for device in ("cpu", "cuda")]
                 for ours, gpu in zip(*results, strict=True):
                     torch.testing.assert_close(gpu.cpu(), ours, rtol=0, atol=0, equal_nan=True)

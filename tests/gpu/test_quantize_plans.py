@@ -17,16 +17,17 @@ import blockfp.torch as bfp
 from blockfp.definition import numerics
 from blockfp.formats import FORMATS, Format
 from blockfp.kernels import cuda_library, switch
+from blockfp.kernels.calls import OperandCast, given_of
 
 SHAPES = ((160, 256), (77, 130), (1, 16))
 
 
 def on_both(x, row, column, amax=None, multiplier=None, keys=None, random=(False, False), rotate=False, eps=0.0):
     """Asserts that a GPU quantizes a CPU matrix into the bits that the CPU gives."""
-    results = []
+    results, cast = [], OperandCast(row, column, given_of(amax, multiplier), random, rotate, eps)
     for device in ("cpu", "cuda"):
         given = [None if one is None else one.to(device) for one in (amax, multiplier, keys)]
-        results.append(quantize_matrix(x.to(device), row, column, *given, random, rotate, eps))
+        results.append(quantize_matrix(x.to(device), cast, *given))
     assert len(results[0]) == len(results[1])
     for number, (ours, gpu) in enumerate(zip(*results, strict=True)):
         assert gpu.is_contiguous()

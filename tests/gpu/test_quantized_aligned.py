@@ -16,7 +16,7 @@ from blockfp import recipes
 from blockfp.definition import alignment
 from blockfp.formats import FORMATS, Format
 from blockfp.kernels import switch
-from blockfp.kernels.calls import aligned_parts, format_numbers
+from blockfp.kernels.calls import OperandCast, aligned_parts, format_numbers
 from blockfp.kernels.cuda_library import library
 
 if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
@@ -76,10 +76,10 @@ def calls(monkeypatch):
 
 def direct_and_after(x, format, row, column, aligned):
     """What the kernel makes of x, and what quantizing and aligning make of it."""
-    options = (None, None, None, (False, False), False, 0.0)
+    plain_cast = OperandCast(format if row else None, format if column else None)
     CALLS.clear()
-    found = quantize_plans.quantize_matrix(x, format if row else None, format if column else None, *options, aligned)
-    plain = quantize_plans.quantize_matrix(x, format if row else None, format if column else None, *options)
+    found = quantize_plans.quantize_matrix(x, plain_cast._replace(aligned=aligned))
+    plain = quantize_plans.quantize_matrix(x, plain_cast)
     assert CALLS == ["quantize_aligned"]
     wanted, rows, columns = [], *x.shape[-2:]
     for wants, aligns, length in ((row, aligned[0], columns), (column, aligned[1], rows)):
@@ -181,10 +181,9 @@ def test_what_an_activation_makes(format, activation, dtype):
                 pytest.skip("PyTorch's activation has other bits here")
             made = activate(gate, up, activation)
             for row, column, aligned in WANTED[:3]:
-                formats = [format if wanted else None for wanted in (row, column)]
-                options = (None, None, False, 0.0, aligned)
+                cast = OperandCast(format if row else None, format if column else None, aligned=aligned)
                 CALLS.clear()
-                found = gated_ops.quantize_gated(gate, up, activation, "apart", *formats, *options)
+                found = gated_ops.quantize_gated(gate, up, activation, "apart", cast)
                 assert CALLS == ["quantize_gated_aligned"]
                 assert_same_bytes(
                     found, direct_and_after(made, format, row, column, aligned)[1], (rows, columns, alone, row, column)
@@ -208,16 +207,16 @@ def test_groups(format, dtype):
             if kind == "inf":
                 x[133, 5] = float("inf")
             words = cuda_groups.group_rows(ends, tokens)
-            plain = cuda_groups.quantize_groups(x, words, count, format, format)
+            plain = cuda_groups.quantize_groups(x, words, count, OperandCast(format, format))
             width = plain.column[0].shape[1] * 8 // format.element.bits
             after = (
                 cuda_layouts.align(*plain.row, format, columns=features),
                 cuda_layouts.align(*plain.column, format, columns=width),
             )
             for row, column, aligned in WANTED:
-                formats = [format if wanted else None for wanted in (row, column)]
+                cast = OperandCast(format if row else None, format if column else None, aligned=aligned)
                 CALLS.clear()
-                found = cuda_groups.quantize_groups(x, words, count, *formats, aligned=aligned)
+                found = cuda_groups.quantize_groups(x, words, count, cast)
                 assert CALLS == ["quantize_groups_aligned"]
                 what = (features, kind, row, column, aligned)
                 if row:
@@ -245,14 +244,15 @@ def test_random_codes_are_aligned_in_a_pass_of_their_own():
     format, x = Format.parse("mxfp4_e2m1"), data("columns", 256, 384, torch.bfloat16)
     keys = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32, device="cuda")
     for random, rotate in (((True, True), False), ((True, False), False), ((False, True), True)):
-        options = (format, format, None, None, keys, random, rotate, 0.0)
-        plain = quantize_plans.quantize_matrix(x, *options)
+        cast = OperandCast(format, format, random=random, rotate=rotate)
+        plain = quantize_plans.quantize_matrix(x, cast, keys=keys)
         wanted = [*cuda_layouts.align(*plain[:2], format, columns=384), *cuda_layouts.align(*plain[2:], format, columns=256)]
-        assert_same_bytes(quantize_plans.quantize_matrix(x, *options, (True, True)), wanted, (random, rotate))
+        found = quantize_plans.quantize_matrix(x, cast._replace(aligned=(True, True)), keys=keys)
+        assert_same_bytes(found, wanted, (random, rotate))
     words = cuda_groups.group_rows(torch.tensor([100, 256], dtype=torch.int32, device="cuda"), 256)
-    random = {"keys": keys.expand(2, 2, 2).contiguous(), "row_keyed": True, "column_keyed": False}
-    plain = cuda_groups.quantize_groups(x, words, 2, format, format, **random)
-    found = cuda_groups.quantize_groups(x, words, 2, format, format, **random, aligned=(True, True))
+    cast, keys = OperandCast(format, format, random=(True, False)), keys.expand(2, 2, 2).contiguous()
+    plain = cuda_groups.quantize_groups(x, words, 2, cast, keys=keys)
+    found = cuda_groups.quantize_groups(x, words, 2, cast._replace(aligned=(True, True)), keys=keys)
     assert_same_bytes(found.row, cuda_layouts.align(*plain.row, format, columns=384))
     assert_same_bytes(found.column, cuda_layouts.align(*plain.column, format, columns=384))
 

@@ -13,6 +13,7 @@ from samples import bits_of, sample
 
 import blockfp.jax as bfp
 from blockfp import recipes
+from blockfp.kernels.calls import operand_cast
 from blockfp.recipes import Cast
 
 torch = pytest.importorskip("torch")
@@ -50,16 +51,9 @@ def assert_same_operands(x, recipe, operand):
     keys = gradient_keys(torch.tensor([KEY >> 32, KEY & 0xFFFFFFFF]))[0]
     row, column = recipe.cast(operand), recipe.cast(operand, "columnwise")
     x = np.array(x)
-    found = quantize_operand(
-        torch.from_numpy(x),
-        row.format,
-        column.format,
-        multiplier=None if multiplier is None else torch.tensor(multiplier),
-        row_key=keys[0] if row.stochastic else None,
-        column_key=keys[1] if column.stochastic else None,
-        rotate=column.rotate,
-        eps=recipe.eps,
-    )
+    cast = operand_cast(row, column, recipe.eps, keyed=True)
+    scale = None if multiplier is None else torch.tensor(multiplier)
+    found = quantize_operand(torch.from_numpy(x), cast, multiplier=scale, keys=keys)
     ours = operands_of(recipe, operand)(x)
     for array, parts, way in zip(ours, (found.row, found.column), ("rowwise", "columnwise"), strict=True):
         if recipe.cast(operand, way).format is None:

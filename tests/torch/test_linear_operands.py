@@ -16,6 +16,7 @@ import blockfp.torch as bfp
 from blockfp import recipes
 from blockfp.definition import numerics, rotation, rounding
 from blockfp.kernels import switch
+from blockfp.kernels.calls import operand_cast
 
 
 @pytest.mark.parametrize("name", CASTING)
@@ -27,10 +28,7 @@ def test_operands_are_bit_for_bit_those_of_quantize(name):
     for operand, multiplier in (("input", SCALES["input_scale"]), ("gradient", SCALES["gradient_scale"])):
         row, column = recipe.cast(operand), recipe.cast(operand, "columnwise")
         multiplier = multiplier if recipe.delayed else None
-        found = operand_ops.quantize_operand(
-            x, row.format, column.format, multiplier=multiplier, rotate=column.rotate, eps=0.0,
-            row_key=keys[0] if row.stochastic else None, column_key=keys[1] if column.stochastic else None,
-        )  # fmt: skip
+        found = operand_ops.quantize_operand(x, operand_cast(row, column, 0.0, keyed=True), multiplier=multiplier, keys=keys)
         for parts, cast, matrix, t in ((found.row, row, x, 0), (found.column, column, x.mT.contiguous(), 1)):
             if cast.format is None:
                 assert parts == []
@@ -48,7 +46,7 @@ def test_opcheck():
         (x, "mxfp8_e4m3", "mxfp8_e4m3"),
         (x, "fp8_e4m3", "fp8_e4m3", None, torch.tensor(3.0)),
         (x, "fp8_e4m3", None, torch.tensor([0x41000000], dtype=torch.int32)),
-        (x, "nvfp4", "nvfp4", None, None, key, key, True),
+        (x, "nvfp4", "nvfp4", None, None, key.repeat(2, 1), True, True, True),
         (x, None, "fp8_e5m2_1x128"),
         (x[:0], "fp8_e4m3", "fp8_e4m3"),
     ):

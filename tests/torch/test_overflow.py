@@ -17,6 +17,7 @@ import blockfp.torch as bfp
 from blockfp import recipes
 from blockfp.definition import numerics
 from blockfp.formats import NAMES, Format
+from blockfp.kernels.calls import OperandCast
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -90,10 +91,10 @@ def test_only_an_inf_is_marked(name):
                 continue
             x = values((32, 128), 3, dtype).clamp(-1, 1) * min(most, 1.0)
             x[5, 70] = most
-            (*parts,) = operand_ops.quantize_operand(x, format, None, eps=0.0).row
+            (*parts,) = operand_ops.quantize_operand(x, OperandCast(format)).row
             assert_equal(parts, [part for part in numerics.quantize(x, format) if part is not None])
             x[5, 71] = torch.inf
-            codes, scales, *tensor_scale = operand_ops.quantize_operand(x, format, None, eps=0.0).row
+            codes, scales, *tensor_scale = operand_ops.quantize_operand(x, OperandCast(format)).row
             wanted = numerics.quantize(x, format)
             assert torch.equal(codes, wanted.codes)
             back = numerics.dequantize(

@@ -127,7 +127,8 @@ def test_of_an_activation(library, row, column, shifts, alone):
 def test_of_groups(library, row, column, shifts):
     format, x = Format.parse("mxfp8_e4m3"), torch.randn(256, 40).bfloat16()
     assert groups.columns_for(256, 1) == 256
-    found = cuda_groups.quantize_groups(x, None, 1, *(format if wanted else None for wanted in (row, column)), aligned=shifts)
+    cast = OperandCast(format if row else None, format if column else None, aligned=shifts)
+    found = cuda_groups.quantize_groups(x, None, 1, cast)
     assert_equal([*(found.row or []), *(found.column or [])], wanted_parts(x, format, row, column, shifts))
     assert library.calls == ["groups"]
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from blockfp import patterns
 from blockfp import recipes as known
+from blockfp.kernels.calls import operand_cast
 from blockfp.recipes import Cast, Recipe, RecipeName
 
 from ..linear.linear import linear
@@ -128,8 +129,8 @@ class _Measured:
         """Accumulates signal and noise of an operand [rows, columns]."""
         if cast.format is None or not x.numel():
             return
-        key = torch.zeros(2, dtype=torch.int32, device=x.device) if cast.stochastic else None
-        found = quantize_operand(x, cast.format, None, eps=recipe.eps if operand != "weight" else 0.0, row_key=key)
+        keys = torch.zeros((2, 2), dtype=torch.int32, device=x.device) if cast.stochastic else None
+        found = quantize_operand(x, operand_cast(cast, None, recipe.eps if operand != "weight" else 0.0, keyed=True), keys=keys)
         self._add(recipe, operand, quantization_figures(x, found.row, cast.format.name, False, [0, 0]))
 
     def _add(self, recipe: Recipe, operand: str, figures: Tensor) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from blockfp.formats import Format
+from blockfp.kernels.calls import operand_cast
 from blockfp.recipes import Cast
 from blockfp.sharding.dispatching import chunk_of
 
@@ -188,7 +189,8 @@ def quantize_rows(x: Tensor, cast: Cast, eps: float, groups: Sequence[str], key:
     format = cast.format
     assert format is not None
     if not groups or not format.has_tensor_scale:
-        return quantize_operand(x, format, None, row_key=key, eps=eps).row
+        keys = None if key is None else key.repeat(2, 1)
+        return quantize_operand(x, operand_cast(cast, None, eps, keyed=key is not None), keys=keys).row
     blocks, nan, tensor = part_ops.part_amaxes(x, format.name, False, False, [0, 0])
     if format.per_tensor:
         blocks = max_reduce(blocks, groups)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from blockfp.formats import Format
+from blockfp.kernels.calls import Pair
 from blockfp.recipes import Recipe
 
 from ..ops.layer.activations import Gating
 from ..ops.quantize.key_ops import gradient_keys
-from ..ops.quantize.quantize_plans import Aligned
 from .tensor_parallel.parallel import Parallel
 
 Made = tuple[Tensor, list[Tensor], Sequence[Tensor], Sequence[Tensor]]
@@ -109,7 +109,7 @@ class Call:
     quantizes_weight: int
     direct: bool
     traced: bool
-    aligns: Aligned
+    aligns: Pair
     takes_axes: bool
     dtype: torch.dtype | None
     has_scales: bool

@@ -12,6 +12,7 @@ from torch import Tensor
 from blockfp import recipes
 from blockfp.definition.rounding import Key
 from blockfp.kernels import switch
+from blockfp.kernels.calls import NEITHER
 from blockfp.recipes import Compute, Recipe, RecipeName
 
 from ..ops import library
@@ -19,7 +20,7 @@ from ..ops.layer.activations import Gating
 from ..ops.library import is_real
 from ..ops.product.ordered_products import why_not
 from ..ops.product.products import comes_aligned
-from ..ops.quantize.quantize_plans import NEITHER, part_count
+from ..ops.quantize.quantize_plans import part_count
 from ..ops.quantize.shared_casts import Casts
 from ..quantized_tensor import sharding
 from ..quantized_tensor.quantize import key_tensor

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blockfp.kernels.calls import operand_cast
 from blockfp.recipes import HIGH_PRECISION, Cast
 
 from ..ops.quantize.operand_ops import FIGURES, Directions, quantization_figures, quantize_operand
@@ -178,11 +179,7 @@ def observe_again(
     row, column = rowwise or HIGH_PRECISION, columnwise or HIGH_PRECISION
     if row.format is None and column.format is None:
         return
-    keys = known.pop("keys", None)
-    if keys is not None:
-        known["row_key"] = keys[0] if row.stochastic else None
-        known["column_key"] = keys[1] if column.stochastic else None
-    found = quantize_operand(x, row.format, column.format, rotate=column.rotate, eps=eps, **known)
+    found = quantize_operand(x, operand_cast(row, column, eps, keyed=known.get("keys") is not None), **known)
     observe_operand(observed, operand, x, found, row, column)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from blockfp.formats import Format
+from blockfp.kernels.calls import NEITHER, OperandCast, Pair, operand_cast
 from blockfp.recipes import HIGH_PRECISION, Cast
 from blockfp.sharding.plans import Operand
 
@@ -20,7 +21,6 @@ from ..ops.collectives import following, max_reduce
 from ..ops.product.products import Matrix, in_order
 from ..ops.quantize import part_ops
 from ..ops.quantize.operand_ops import Directions, part_count, quantize_operand, tensor_amax
-from ..ops.quantize.quantize_plans import NEITHER, Aligned
 from ..sharded.gather import gather, join, padded, start
 from ..sharded.quantize import Direction, quantize_operand_shard
 from ..sharded.rank_plan import RankPlan, TensorParallelShard
@@ -54,7 +54,7 @@ def quantized(
     scaling: Scaling,
     shard: TensorParallelShard | None = None,
     keys: Tensor | None = None,
-    aligned: Aligned = NEITHER,
+    aligned: Pair = NEITHER,
 ) -> tuple[Matrix, Matrix | None]:
     """Quantizes x [rows, columns], the shard at `shard` or, if that is None, the whole operand, in both directions.
 
@@ -64,18 +64,16 @@ def quantized(
     """
     if shard is not None:
         return _quantized_part(x, operand, rowwise, columnwise, scaling, shard, keys)
-    row, column = rowwise.format, columnwise.format
+    cast = operand_cast(rowwise, columnwise, scaling.eps, keyed=keys is not None, aligned=aligned)
+    row, column = cast.row, cast.column
     if row is None and column is None:
         return Matrix([x], None), None
-    row_key = keys[0] if keys is not None and rowwise.stochastic else None
-    column_key = keys[1] if keys is not None and columnwise.stochastic else None
-    plain = row_key is column_key is None and not columnwise.rotate
+    plain = not (any(cast.random) or columnwise.rotate)
     amax = amax_where_compiled(x, row, column, plain, scaling.multiplier)
-    options: dict[str, Any] = {"amax": amax, "multiplier": scaling.multiplier, "rotate": columnwise.rotate, "eps": scaling.eps}
     if operand == "input" and column is not None and torch.compiler.is_compiling():
-        found = _in_two_reads(x, row, column, aligned, **options)
+        found = _in_two_reads(x, cast, amax, scaling.multiplier)
     else:
-        found = quantize_operand(x, row, column, row_key=row_key, column_key=column_key, aligned=aligned, **options)
+        found = quantize_operand(x, cast, amax=amax, multiplier=scaling.multiplier, keys=keys if any(cast.random) else None)
     if found.amax is not None and scaling.history is not None:
         record(scaling.history, found.amax)
     if scaling.observed is not None:
@@ -114,12 +112,11 @@ def amax_where_compiled(
     return tensor_amax(x) if per_tensor == {True} and plain and multiplier is None else None
 
 
-def _in_two_reads(
-    x: Tensor, row: Format | None, column: Format, aligned: Aligned, *, rotate: bool, **options: Any
-) -> Directions:
+def _in_two_reads(x: Tensor, cast: OperandCast, amax: Tensor | None, multiplier: Tensor | None) -> Directions:
     """Quantizes an input in each direction separately, so that a compiler can save the columnwise codes or recompute them."""
-    found = None if row is None else quantize_operand(x, row, None, aligned=(aligned[0], False), **options)
-    made = quantize_operand(apart(x), None, column, rotate=rotate, aligned=(False, aligned[1]), **options)
+    by_row, by_column = cast.directions
+    found = None if cast.row is None else quantize_operand(x, by_row, amax=amax, multiplier=multiplier)
+    made = quantize_operand(apart(x), by_column, amax=amax, multiplier=multiplier)
     return made if found is None else found._replace(column=made.column)
 
 
@@ -310,8 +307,8 @@ def _alike(directions: Sequence[Direction]) -> bool:
 def _by_amax(
     x: Tensor, operand: Operand, row: Direction | None, column: Direction | None, scaling: Scaling, shard: TensorParallelShard
 ) -> Directions:
-    formats = [None if direction is None else direction.cast.format for direction in (row, column)]
-    one = row or column
+    row_cast, column_cast = (None if direction is None else direction.cast for direction in (row, column))
+    cast, one = operand_cast(row_cast, column_cast, scaling.eps), row or column
     assert one is not None
     amax = None
     if one.step.amax_axes and scaling.multiplier is None:
@@ -321,8 +318,6 @@ def _by_amax(
         else:
             amax = part_ops.part_amaxes(x, one.step.format, False, False, (0, 0))[0].view(1)
         amax = max_reduce(amax, (shard.group,))
-    options: dict[str, Any] = {"amax": amax, "multiplier": scaling.multiplier, "eps": scaling.eps}
-    options["rotate"] = column is not None and column.cast.rotate
-    if operand == "input" and formats[1] is not None and torch.compiler.is_compiling():
-        return _in_two_reads(x, formats[0], formats[1], NEITHER, **options)
-    return quantize_operand(x, *formats, **options)
+    if operand == "input" and cast.column is not None and torch.compiler.is_compiling():
+        return _in_two_reads(x, cast, amax, scaling.multiplier)
+    return quantize_operand(x, cast, amax=amax, multiplier=scaling.multiplier)

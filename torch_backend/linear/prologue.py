@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blockfp.kernels.calls import Pair, given_of, operand_cast
 from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
 
 from ..ops.layer import gated_ops
 from ..ops.layer.activations import Gating, activate, gate_and_up, gradients, joined
 from ..ops.library import runs_now
 from ..ops.product.products import Matrix
-from ..ops.quantize.quantize_plans import Aligned, part_count
+from ..ops.quantize.quantize_plans import part_count
 from ..quantized_tensor.tensor import DTYPES
 from ..torch_internals import functorch_is_active, jit_traces
 from .call import Call
@@ -54,35 +55,34 @@ def cast(
     gate: Tensor,
     up: Tensor | None,
     gating: Gating,
-    row: Cast,
-    column: Cast,
+    row: Cast | None,
+    column: Cast | None,
     amax: Tensor | None,
     multiplier: Tensor | None,
     eps: float,
     direct: bool,
-    aligned: Aligned,
+    aligned: Pair,
 ) -> tuple[list[Tensor], Tensor | None]:
     """Quantizes the activation's output; returns its parts in the directions that have a format, and its amax if the format has
     one scale per tensor.
 
     A known amax is used where it alone decides the scale.
     """
-    format = row.format or column.format
-    assert format is not None
+    how = operand_cast(row, column, eps, aligned=aligned)
     # Not per_tensor: a compiler may not be the first to ask for a cached property.
-    whole = format.block is None
+    whole = how.format.block is None
     amax = amax if whole and multiplier is None else None
     if direct:
-        options = (amax, multiplier, column.rotate, eps, aligned)
-        parts = gated_ops.quantize_gated(gate, up, *gating, row.format, column.format, *options)
+        how = how._replace(given=given_of(amax, multiplier))
+        parts = gated_ops.quantize_gated(gate, up, *gating, how, amax, multiplier)
     else:
-        names = [None if one.format is None else one.format.name for one in (row, column)]
-        parts = gated_ops.quantize_op(gate, up, *gating, *names, amax, multiplier, column.rotate, eps, *aligned)
+        names = [None if format is None else format.name for format in (how.row, how.column)]
+        parts = gated_ops.quantize_op(gate, up, *gating, *names, amax, multiplier, how.rotate, how.eps, *how.aligned)
     return (parts[:-1], parts[-1]) if whole else (parts, None)
 
 
 def quantized(
-    gate: Tensor, up: Tensor | None, call: Call, column: Cast, scale: Tensor | None, aligned: Aligned
+    gate: Tensor, up: Tensor | None, call: Call, column: Cast, scale: Tensor | None, aligned: Pair
 ) -> tuple[Matrix, list[Tensor], Tensor | None]:
     """Quantizes the activation's output through the ops; returns it rowwise, its columnwise parts, and its amax or None."""
     gating, row, known = call.prologue, call.recipe.input, (scale, call.eps, False)
@@ -92,9 +92,9 @@ def quantized(
     if not call.traced or column.format is None:
         made, amax = cast(gate, up, gating, row, column, None, *known, (aligned[0], False))
         return Matrix(made[:count], row.format, aligned=aligned[0]), made[count:], amax
-    made, amax = cast(gate, up, gating, row, HIGH_PRECISION, None, *known, (aligned[0], False))
+    made, amax = cast(gate, up, gating, row, None, None, *known, (aligned[0], False))
     # An op of its own: compilers move it to the backward, which alone needs it.
-    kept, _ = cast(gate, up, gating, HIGH_PRECISION, column, amax, *known, (False, aligned[1]))
+    kept, _ = cast(gate, up, gating, None, column, amax, *known, (False, aligned[1]))
     return Matrix(made, row.format, aligned=aligned[0]), kept, amax
 
 
@@ -104,7 +104,7 @@ def cast_again(ctx: Any, points: list[Any], aligned: bool) -> list[Tensor]:
     call: Call = ctx.call
     assert call.prologue is not None
     known = (ctx.input_amax, ctx.input_scale, call.eps, call.direct and runs_now(gate))
-    return cast(gate, up, call.prologue, HIGH_PRECISION, call.recipe.input_columnwise, *known, (False, aligned))[0]
+    return cast(gate, up, call.prologue, None, call.recipe.input_columnwise, *known, (False, aligned))[0]
 
 
 def backward(ctx: Any, gradient: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:

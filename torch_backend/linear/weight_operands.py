@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from blockfp.formats import Format
+from blockfp.kernels.calls import operand_cast
 from blockfp.recipes import HIGH_PRECISION, Cast
 
 from ..ops.product.products import Matrix
@@ -21,7 +22,7 @@ def weight_operand(weight: Tensor, stored: Format | None, cast: Cast, parallel: 
         # A quantized tensor has its own origin.
         return Matrix([weight], stored)
     if parallel is None:
-        return Matrix(quantize_operand(weight, cast.format, None, eps=0.0).row, cast.format)
+        return Matrix(quantize_operand(weight, operand_cast(cast, None, 0.0)).row, cast.format)
     if weight.ndim > 2:
         return _grouped_weight(weight, cast, parallel)
     return quantized(weight, "weight", cast, HIGH_PRECISION, Scaling(0.0), parallel.cut_weight)[0]
@@ -30,7 +31,7 @@ def weight_operand(weight: Tensor, stored: Format | None, cast: Cast, parallel: 
 def columnwise_weight(weight: Tensor, cast: Cast, parallel: Parallel | None) -> Matrix:
     """Quantizes a weight [out, in] in high precision columnwise, as a shard of the full matrix."""
     if parallel is None or parallel.style == "experts":
-        return Matrix(quantize_operand(weight, None, cast.format, eps=0.0).column, cast.format)
+        return Matrix(quantize_operand(weight, operand_cast(None, cast, 0.0)).column, cast.format)
     column = quantized(weight, "weight", HIGH_PRECISION, cast, Scaling(0.0), parallel.cut_weight)[1]
     assert column is not None
     return column
@@ -45,7 +46,7 @@ def _grouped_weight(weight: Tensor, cast: Cast, parallel: Parallel) -> Matrix:
     format, (count, rows, _) = cast.format, weight.shape
     if not (format.has_tensor_scale):
         if parallel.style == "experts":
-            return Matrix(quantize_operand(weight, format, None, eps=0.0).row, format)
+            return Matrix(quantize_operand(weight, operand_cast(cast, None, 0.0)).row, format)
         each = [quantized(one, "weight", cast, HIGH_PRECISION, Scaling(0.0), parallel.cut_weight)[0] for one in weight]
         parts = [torch.stack(fields) for fields in zip(*(one.parts for one in each), strict=True)]
         return each[0]._replace(parts=parts)

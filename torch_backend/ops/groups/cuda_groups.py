@@ -9,9 +9,8 @@ from torch import Tensor
 
 from blockfp.definition.groups import columns_for, words_for
 from blockfp.definition.scaling import eps_for
-from blockfp.formats import Format
 from blockfp.kernels import calls
-from blockfp.kernels.calls import NEITHER, OperandCast, Pair
+from blockfp.kernels.calls import OperandCast
 from blockfp.kernels.cuda_library import library
 
 from ..cuda import carry_out, check_beside
@@ -35,49 +34,32 @@ def group_rows(ends: Tensor, tokens: int) -> Tensor:
 
 
 def quantize_groups(
-    x: Tensor,
-    words: Tensor,
-    groups: int,
-    row: Format | None,
-    column: Format | None,
-    *,
-    keys: Tensor | None = None,
-    row_keyed: bool = False,
-    column_keyed: bool = False,
-    rotate: bool = False,
-    eps: float = 0.0,
-    multiplier: Tensor | None = None,
-    aligned: Pair = NEITHER,
+    x: Tensor, words: Tensor, groups: int, cast: OperandCast, *, keys: Tensor | None = None, multiplier: Tensor | None = None
 ) -> GroupedParts:
     """Quantizes groups of rows of x [tokens, features] along one axis or both; see `definition.groups`.
 
     Scales of a group that holds an Inf are NaN. `words` are of `group_rows`, keys int32 [groups, 2, 2]; a multiplier, float32
-    of one element, stands for the amaxes.
+    of one element, stands for the amaxes, as `cast.given` says.
     """
     check_beside(x, "x", words=words, keys=keys, multiplier=multiplier)
     x = (x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()).resolve_neg()
-    if row is not None and column is not None and row is not column:
-        own = {"eps": eps, "multiplier": multiplier, "keys": keys}
-        first = quantize_groups(x, words, groups, row, None, row_keyed=row_keyed, aligned=aligned, **own)
-        second = quantize_groups(
-            x, words, groups, None, column, column_keyed=column_keyed, rotate=rotate, aligned=aligned, **own
+    if cast.row is not None and cast.column is not None and cast.row is not cast.column:
+        by_row, by_column = (
+            quantize_groups(x, words, groups, one, keys=keys, multiplier=multiplier) for one in cast.directions
         )
-        return GroupedParts(first.row, second.column, first.amaxes)
-    given = None if multiplier is None else "multiplier"
-    format = row or column
-    assert format is not None
-    cast = OperandCast(row, column, given, (row_keyed, column_keyed), rotate, eps_for(format, eps), aligned)
+        return GroupedParts(by_row.row, by_column.column, by_row.amaxes)
+    cast = cast._replace(eps=eps_for(cast.format, cast.eps))
     call = calls.quantize_groups(tuple(x.shape), name_of(x.dtype), cast, groups)
     scale = None if multiplier is None else multiplier.reshape(1)
     found = carry_out(call, x.detach(), words, keys=keys, amax=scale)
 
-    apart, directions = call.function == "quantize_groups", []
-    for side, format in enumerate((row, column)):
+    shifts, directions = call.function == "quantize_groups", []
+    for side, format in enumerate((cast.row, cast.column)):
         if format is None:
             directions.append(None)
             continue
         parts = [found[name] for name in (calls.PARTS, calls.PARTS_T)[side] if found.get(name) is not None]
-        if aligned[side] and apart:
+        if cast.aligned[side] and shifts:
             length = columns_for(x.shape[0], groups) if side else x.shape[1]
             parts = list(align(parts[0], parts[1], format, columns=length))
         directions.append(parts or [found["stored_t"], found["stored_scales_t"]])

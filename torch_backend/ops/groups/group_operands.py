@@ -17,6 +17,7 @@ from blockfp.definition.numerics import Quantized
 from blockfp.definition.recoding import keeps_codes, value_dtype
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
+from blockfp.kernels.calls import OperandCast, Pair, given_of, operand_cast
 from blockfp.recipes import HIGH_PRECISION, Cast
 
 from ..dequantize_plans import dequantize_parts
@@ -24,7 +25,6 @@ from ..library import name_of
 from ..product.products import Matrix
 from ..quantize import part_ops
 from ..quantize.operand_ops import Directions, quantize_operand
-from ..quantize.quantize_plans import NEITHER, Aligned
 from . import cuda_groups
 
 
@@ -67,7 +67,8 @@ class Codes(NamedTuple):
         if keeps_codes(self.format, cast.format, cast.rotate):
             return Matrix(part_ops.turned(self.parts[0], self.parts[1], self.format.name, self.columns), self.format)
         values = self.values(_dtype_of_values(self.dtype))
-        found = quantize_operand(values, None, cast.format, column_key=key, rotate=cast.rotate, eps=eps_for(cast.format, eps))
+        keys = None if key is None else key.repeat(2, 1)
+        found = quantize_operand(values, operand_cast(None, cast, eps, keyed=key is not None), keys=keys)
         return Matrix(found.column, cast.format)
 
     def rows_at_once(self, count: int) -> Matrix:
@@ -89,12 +90,13 @@ class Codes(NamedTuple):
         if keeps_codes(self.format, cast.format, cast.rotate):
             # Divided by its own scale a value rounds to its code.
             multiplier = self.parts[1].reshape(1).reciprocal()
-            found = cuda_groups.quantize_groups(values, words, count, None, self.format, multiplier=multiplier)
+            moved = OperandCast(column=self.format, given="multiplier")
+            found = cuda_groups.quantize_groups(values, words, count, moved, multiplier=multiplier)
             assert found.column is not None
             return Matrix([found.column[0], self.parts[1].reshape(1).repeat(count)], self.format)
-        keyed = keys is not None and cast.stochastic
-        options = {"keys": keys, "column_keyed": keyed, "rotate": cast.rotate, "eps": eps}
-        found = cuda_groups.quantize_groups(values, words, count, None, cast.format, **options)
+        found = cuda_groups.quantize_groups(
+            values, words, count, operand_cast(None, cast, eps, keyed=keys is not None), keys=keys
+        )
         return Matrix(found.column or [], cast.format)
 
 
@@ -113,36 +115,6 @@ _NOTHING = Matrix([], None)
 # ---- all groups at once
 
 
-def quantized_at_once(
-    x: Tensor,
-    words: Tensor,
-    count: int,
-    row: Cast,
-    column: Cast,
-    multiplier: Tensor | None,
-    keys: Tensor | None,
-    eps: float,
-    aligned: Aligned = NEITHER,
-) -> cuda_groups.GroupedParts:
-    """The parts of all groups in both directions, None for one without a format; `words` says where the groups lie."""
-    if row.format is None and column.format is None:
-        return cuda_groups.GroupedParts(None, None, None)
-    return cuda_groups.quantize_groups(
-        x,
-        words,
-        count,
-        row.format,
-        column.format,
-        keys=keys,
-        row_keyed=keys is not None and row.stochastic,
-        column_keyed=keys is not None and column.stochastic,
-        rotate=column.rotate,
-        eps=eps,
-        multiplier=multiplier,
-        aligned=aligned,
-    )
-
-
 def operands_at_once(
     x: Rows,
     words: Tensor,
@@ -152,16 +124,18 @@ def operands_at_once(
     multiplier: Tensor | None,
     keys: Tensor | None,
     eps: float,
-    aligned: Aligned,
+    aligned: Pair,
 ) -> tuple[Matrix, Matrix, Tensor | None]:
     """Returns all groups' operands rowwise and columnwise, and their amaxes or None; a column of None is not wanted."""
     if isinstance(x, Codes):
         columns = _NOTHING if column is None else x.columns_at_once(column, words, count, eps, keys)
         return x.rows_at_once(count), columns, None
-    column = column or HIGH_PRECISION
-    found = quantized_at_once(x, words, count, row, column, multiplier, keys, eps, aligned)
-    rows = Matrix(found.row or [x], row.format, aligned=aligned[0])
-    return rows, Matrix(found.column or [x], column.format, aligned=aligned[1]), found.amaxes
+    cast = operand_cast(row, column, eps, given=given_of(None, multiplier), keyed=keys is not None, aligned=aligned)
+    found = cuda_groups.GroupedParts(None, None, None)
+    if cast.row is not None or cast.column is not None:
+        found = cuda_groups.quantize_groups(x, words, count, cast, keys=keys, multiplier=multiplier)
+    rows = Matrix(found.row or [x], cast.row, aligned=aligned[0])
+    return rows, Matrix(found.column or [x], cast.column, aligned=aligned[1]), found.amaxes
 
 
 # ---- one group after another
@@ -193,18 +167,10 @@ def operands(
 
 
 def quantized(rows: Tensor, row: Cast, column: Cast, multiplier: Tensor | None, keys: Tensor | None, eps: float) -> Directions:
-    if row.format is None and column.format is None:
+    cast = operand_cast(row, column, eps, keyed=keys is not None)
+    if cast.row is None and cast.column is None:
         return Directions([], [], None)
-    return quantize_operand(
-        rows,
-        row.format,
-        column.format,
-        multiplier=multiplier,
-        row_key=keys[0] if keys is not None and row.stochastic else None,
-        column_key=keys[1] if keys is not None and column.stochastic else None,
-        rotate=column.rotate,
-        eps=eps,
-    )
+    return quantize_operand(rows, cast, multiplier=multiplier, keys=keys)
 
 
 def words_of(offs: Tensor, ends: Sequence[int], tokens: int) -> Tensor:

@@ -26,6 +26,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from blockfp.definition import groups
 from blockfp.formats import Format
+from blockfp.kernels.calls import given_of, operand_cast
 from blockfp.kernels.routes import why_groups_apart
 from blockfp.kernels.switch import once
 from blockfp.recipes import HIGH_PRECISION
@@ -36,7 +37,7 @@ from ..layer.linear_ops import recipe_of
 from ..library import define, fake, impl
 from ..product.products import Matrix, multiply_parts
 from ..quantize.operand_ops import quantize_operand
-from ..quantize.quantize_plans import part_count
+from ..quantize.quantize_plans import part_count, to_nearest
 from . import cuda_groups
 from .group_operands import (
     Codes,
@@ -46,7 +47,6 @@ from .group_operands import (
     operands,
     operands_at_once,
     quantized,
-    quantized_at_once,
     words_of,
 )
 from .grouped_products import (
@@ -162,7 +162,8 @@ def _columns(x, words, multiplier, casts, count) -> list[Tensor]:
     cast = recipe.input_columnwise
     assert cast.format is not None
     if _on_device(x, why_groups_apart(cast.format, "column", rotate=cast.rotate)):
-        found = quantized_at_once(x, words, count, HIGH_PRECISION, cast, multiplier, None, recipe.eps)
+        how = operand_cast(None, cast, recipe.eps, given=given_of(None, multiplier))
+        found = cuda_groups.quantize_groups(x, words, count, how, multiplier=multiplier)
         return [*(found.column or []), *_present(found.amaxes)]
     ends, each, amaxes = words[:count].tolist(), [], []
     for group in groups.groups_of(ends, x.shape[0]):
@@ -238,7 +239,7 @@ def backward_now(
     if needs_x:
         if scales is None and recipe.weight.format is not None:
             # The forward's codes of it were not kept beside it.
-            weight, scales, tensor_scale = [*quantize_operand(weight, recipe.weight.format, None, eps=0.0).row, None][:3]
+            weight, scales, tensor_scale = [*quantize_operand(weight, to_nearest(recipe.weight.format)).row, None][:3]
         w = _weight(weight, scales, tensor_scale, recipe.weight.format)._replace(transposed=True)
         reason = why_apart(gradient, k, row.format, w.format, exact=exact, transposed=True, again=again)
     if reason is None and weight_dtype is not None:
@@ -283,7 +284,7 @@ def backward_now(
             one, index = w, number
             if w.format is None and again is not None:
                 # A weight whose rowwise operand is in high precision has no codes yet.
-                one, index = Matrix(quantize_operand(weight[number], None, again, eps=0.0).column, again), None
+                one, index = Matrix(quantize_operand(weight[number], to_nearest(None, again)).column, again), None
             d_x[first:last] = multiply_parts(rows, one, k, n, None, dtype, fast["dgrad"], index, exact)
         if d_bias is not None:
             values = (

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from blockfp.formats import Format
 from blockfp.kernels import switch
-from blockfp.kernels.calls import NEITHER, OperandCast, Pair
+from blockfp.kernels.calls import NEITHER, OperandCast, given_of
 
 from ..kernels import kernels_for
 from ..library import define, fake, impl
@@ -40,33 +40,25 @@ def quantize_gated(
     up: Tensor | None,
     activation: str,
     layout: str,
-    row: Format | None,
-    column: Format | None,
-    amax: Tensor | None,
-    multiplier: Tensor | None,
-    rotate: bool,
-    eps: float,
-    aligned: Pair = NEITHER,
+    cast: OperandCast,
+    amax: Tensor | None = None,
+    multiplier: Tensor | None = None,
 ) -> list[Tensor]:
     """Carries out the op `quantize_gated`; arguments as for `activations` and `operand_ops.quantize_operand`."""
     gate, up = gate_and_up(gate, up, layout)
     where = None if up is None else (up.stride(), up.storage_offset() - gate.storage_offset())
-    key = (id(row), id(column), activation, layout, gate.shape, gate.stride(), where, gate.dtype, gate.device)
-    key = (*key, amax is None, multiplier is None, rotate, eps, aligned)
+    key = (cast, activation, layout, gate.shape, gate.stride(), where, gate.dtype, gate.device)
     run = _plans.get(key, key)
     if run is key:
-        given = "multiplier" if multiplier is not None else None if amax is None else "amax"
-        cast = of_format(OperandCast(row, column, given, rotate=rotate, eps=eps, aligned=aligned))
-        run = gated_kernels.plan_of(gate, up, activation, layout, cast)
+        run = gated_kernels.plan_of(gate, up, activation, layout, of_format(cast))
         if not (gate.is_cuda and torch.cuda.is_current_stream_capturing()):
             switch.kept(_plans, key, run)
     if run is not None and gated_kernels.lies_aligned(gate, None if layout == "pairs" else up):
         return run((gate.detach(), None if up is None else up.detach()), amax, multiplier)
-    made, format = activate(gate, up, activation), row or column
-    assert format is not None
-    if amax is None and multiplier is None and format.per_tensor:
-        amax = kernels_for(made).amax(made, format).blocks.view(1)
-    parts = quantize_matrix(made, row, column, amax, multiplier, None, (False, False), rotate, eps, aligned)
+    made, format = activate(gate, up, activation), cast.format
+    if cast.given is None and format.per_tensor:
+        amax, cast = kernels_for(made).amax(made, format).blocks.view(1), cast._replace(given="amax")
+    parts = quantize_matrix(made, cast, amax, multiplier)
     # What was given is no result of its own.
     return parts if amax is None else [*parts, amax.clone()]
 
@@ -96,8 +88,9 @@ def _quantize(
     align_column=False,
 ) -> list[Tensor]:  # fmt: skip
     first, second = (None if name is None else Format.parse(name) for name in (row, column))
-    aligned = (align_row, align_column)
-    return quantize_gated(gate, up, activation, layout, first, second, amax, multiplier, rotate, eps, aligned)
+    given, aligned = given_of(amax, multiplier), (align_row, align_column)
+    cast = OperandCast(first, second, given, NEITHER, rotate, eps, aligned)
+    return quantize_gated(gate, up, activation, layout, cast, amax, multiplier)
 
 
 @fake(quantize_op)

@@ -23,11 +23,12 @@ from torch.utils.flop_counter import register_flop_formula
 from blockfp.definition.recipe import Exact
 from blockfp.formats import Format
 from blockfp.kernels import switch
+from blockfp.kernels.calls import Given, Pair, operand_cast
 from blockfp.recipes import Recipe
 
 from ..library import define, fake, impl
 from ..product.products import Matrix, Product, comes_aligned, in_order, product_of
-from ..quantize.quantize_plans import Aligned, Run, plan_of, quantize_matrix
+from ..quantize.quantize_plans import Run, plan_of, quantize_matrix, to_nearest
 from ..quantize.shared_casts import Casts
 
 linear_backward = define(
@@ -96,7 +97,7 @@ class _Backward(NamedTuple):
     row: Format | None
     column: Format | None
     count: int
-    aligned: Aligned
+    aligned: Pair
     input: Format | None
     weight: Format | None
     weight_columnwise: Format | None
@@ -184,7 +185,7 @@ def forward(
     elif format is None:
         w = [weight]
     else:
-        w = made = quantize_matrix(weight, format, None, None, None, None, (False, False), False, 0.0)
+        w = made = quantize_matrix(weight, to_nearest(format))
     if multiply is None:
         lengths = weight.shape[0], x.shape[1] if made_of is None else made_of[1]
         left = Matrix(a, row, aligned=aligned)
@@ -197,20 +198,17 @@ def forward(
 def _plan_forward(
     x: Tensor, multiplied: bool, recipe: Recipe, keep: bool, origin: tuple[int, int], made_of: tuple[Any, ...] | None
 ) -> _Forward:
-    row, column = recipe.input.format, recipe.input_columnwise.format if keep else None
+    row = recipe.input.format
     weight, exact = recipe.weight.format, recipe.exactness
     if made_of is None:
         aligned = comes_aligned(x, row, weight, exact=exact, in_order=in_order(weight, origin, False))
     else:
         aligned = made_of[0]
-    quantize = None
-    if row is not None or column is not None:
-        rotate = column is not None and recipe.input_columnwise.rotate
-        known = (False, multiplied, (False, False), rotate, recipe.eps, (aligned, False))
-        quantize = plan_of(x, row, column, *known, one_scale=True)
-    fast = "forward" in recipe.fast_accum
-    cast = (x.dtype, str(row), str(column), column is not None and recipe.input_columnwise.rotate, recipe.eps, aligned)
-    return _Forward(quantize, row, _count(row), aligned, weight, fast, exact, cast)
+    given: Given = "multiplier" if multiplied else None
+    columnwise = recipe.input_columnwise if keep else None
+    cast = operand_cast(recipe.input, columnwise, recipe.eps, given=given, aligned=(aligned, False))
+    quantize = None if row is None and cast.column is None else plan_of(x, cast, one_scale=True)
+    return _Forward(quantize, row, _count(row), aligned, weight, "forward" in recipe.fast_accum, exact, (x.dtype, cast))
 
 
 # ---- backward
@@ -285,10 +283,10 @@ def backward(
             w, start = [weight, scales] if tensor_scale is None else [weight, scales, tensor_scale], origin
         elif of_weight is not None:
             # The forward's codes of it were not kept beside it.
-            w = quantize_matrix(weight, of_weight, None, None, None, None, (False, False), False, 0.0)
+            w = quantize_matrix(weight, to_nearest(of_weight))
         elif weight_columnwise is not None:
             # A weight whose rowwise operand is in high precision has no codes yet.
-            w = quantize_matrix(weight, None, weight_columnwise, None, None, None, (False, False), False, 0.0)
+            w = quantize_matrix(weight, to_nearest(None, weight_columnwise))
             format, transposed = weight_columnwise, False
         else:
             w = [weight]
@@ -322,12 +320,9 @@ def _plan_backward(
         comes_aligned(gradient, rowwise, held, exact=exact, in_order=in_order(held, origin if turns else (0, 0), turns)),
         comes_aligned(gradient, columnwise, recipe.input_columnwise.format, exact=exact),
     )
-    quantize = None
-    if rowwise is not None or columnwise is not None:
-        random = (row is not None and row.stochastic, column is not None and column.stochastic)
-        rotate = column is not None and column.rotate
-        known = (knows_amax, multiplied, random, rotate, recipe.eps, aligned)
-        quantize = plan_of(gradient, rowwise, columnwise, *known, one_scale=True)
+    given: Given = "multiplier" if multiplied else "amax" if knows_amax else None
+    cast = operand_cast(row, column, recipe.eps, given=given, keyed=True, aligned=aligned)
+    quantize = None if cast.row is cast.column is None else plan_of(gradient, cast, one_scale=True)
     fast = ("dgrad" in recipe.fast_accum, "wgrad" in recipe.fast_accum)
     return _Backward(
         quantize,

@@ -1,7 +1,7 @@
 """Custom ops that quantize an operand of a matrix product rowwise, columnwise, or both from one read.
 
-    blockfp::quantize_operand   (x, row, column, amax, multiplier, row_key, column_key, rotate, eps, align_row, align_column)
-                                -> [row parts .., column parts .., amax if a multiplier is given]
+    blockfp::quantize_operand   (x, row, column, amax, multiplier, keys, random_row, random_column, rotate, eps, align_row,
+                                 align_column) -> [row parts .., column parts .., amax if a multiplier is given]
     blockfp::delayed_multiplier (scale, amax, format, eps) -> float32 (), delayed scaling's multiplier
 
 Columnwise quantizes the transpose of x: scales run along the rows of x and codes are transposed. Parts are codes, scales and,
@@ -20,16 +20,18 @@ from torch import Tensor
 from blockfp.check.measure import saturated
 from blockfp.definition import layout, scaling
 from blockfp.formats import Format
+from blockfp.kernels.calls import OperandCast, Pair, given_of
 
 from .. import kernels
 from ..dequantize_plans import dequantize_parts
 from ..library import define, empty_parts, fake, impl
 from .cuda_layouts import empty_aligned
-from .quantize_plans import NEITHER, Aligned, part_count, quantize_matrix
+from .quantize_plans import part_count, quantize_matrix
 
 _op = define(
-    "quantize_operand(Tensor x, str? row, str? column, Tensor? amax=None, Tensor? multiplier=None, Tensor? row_key=None, "
-    "Tensor? column_key=None, bool rotate=False, float eps=0.0, bool align_row=False, bool align_column=False) -> Tensor[]"
+    "quantize_operand(Tensor x, str? row, str? column, Tensor? amax=None, Tensor? multiplier=None, Tensor? keys=None, "
+    "bool random_row=False, bool random_column=False, bool rotate=False, float eps=0.0, bool align_row=False, "
+    "bool align_column=False) -> Tensor[]"
 )
 
 delayed_multiplier = define("delayed_multiplier(Tensor scale, Tensor amax, str format, float eps) -> Tensor")
@@ -46,24 +48,20 @@ class Directions(NamedTuple):
 
 def quantize_operand(
     x: Tensor,
-    row: Format | None,
-    column: Format | None,
+    cast: OperandCast,
     *,
     amax: Tensor | None = None,
     multiplier: Tensor | None = None,
-    row_key: Tensor | None = None,
-    column_key: Tensor | None = None,
-    rotate: bool = False,
-    eps: float,
-    aligned: Aligned = NEITHER,
+    keys: Tensor | None = None,
 ) -> Directions:
-    """Quantizes a matrix along its rows, its columns, or both; the arguments are those of `OperandCast`.
+    """Quantizes a matrix along its rows, its columns, or both.
 
     An amax (int32 [1]) makes the scale of formats with one per tensor; with a multiplier (float32 of one element) the amax of x
-    is returned. Keys are int32 [2]. eps has no default: compilers may leave a number open that isn't in the code.
+    is returned. Keys are int32 [2, 2], rowwise and columnwise.
     """
+    row, column = cast.row, cast.column
     names = [None if format is None else format.name for format in (row, column)]
-    parts = _op(x, *names, amax, multiplier, row_key, column_key, rotate, eps, *aligned)
+    parts = _op(x, *names, amax, multiplier, keys, *cast.random, cast.rotate, cast.eps, *cast.aligned)
     recorded = None
     if multiplier is not None:
         parts, recorded = parts[:-1], parts[-1]
@@ -87,7 +85,7 @@ def tensor_amax(x: Tensor, *, by_row: bool = False) -> Tensor:
     return largest.view(x.dtype).to(torch.float32).view(torch.int32)
 
 
-def empty_directions(x: Tensor, shape: Sequence[int], names: tuple[str | None, str | None], aligned: Aligned) -> list[Tensor]:
+def empty_directions(x: Tensor, shape: Sequence[int], names: tuple[str | None, str | None], aligned: Pair) -> list[Tensor]:
     """Returns uninitialized parts of a matrix of this shape, rowwise and columnwise, on x's device; None skips a direction."""
     parts: list[Tensor] = []
     for name, lines, is_aligned in zip(names, (shape, shape[::-1]), aligned, strict=True):
@@ -98,21 +96,19 @@ def empty_directions(x: Tensor, shape: Sequence[int], names: tuple[str | None, s
 
 @impl(_op)
 def _quantize_operand(
-    x, row, column, amax=None, multiplier=None, row_key=None, column_key=None, rotate=False, eps=0.0, align_row=False,
-    align_column=False,
+    x, row, column, amax=None, multiplier=None, keys=None, random_row=False, random_column=False, rotate=False, eps=0.0,
+    align_row=False, align_column=False,
 ) -> list[Tensor]:  # fmt: skip
     first, second = (None if name is None else Format.parse(name) for name in (row, column))
-    random = (row_key is not None, column_key is not None)
-    # An absent key's entry isn't read.
-    given = [key for key in (row_key, column_key) if key is not None]
-    keys = torch.stack([given[0], given[-1]]) if given else None
-    return quantize_matrix(x, first, second, amax, multiplier, keys, random, rotate, eps, (align_row, align_column))
+    random, aligned = (random_row, random_column), (align_row, align_column)
+    cast = OperandCast(first, second, given_of(amax, multiplier), random, rotate, eps, aligned)
+    return quantize_matrix(x, cast, amax, multiplier, keys)
 
 
 @fake(_op)
 def _quantize_operand_fake(
-    x, row, column, amax=None, multiplier=None, row_key=None, column_key=None, rotate=False, eps=0.0, align_row=False,
-    align_column=False,
+    x, row, column, amax=None, multiplier=None, keys=None, random_row=False, random_column=False, rotate=False, eps=0.0,
+    align_row=False, align_column=False,
 ) -> list[Tensor]:  # fmt: skip
     parts = empty_directions(x, x.shape, (row, column), (align_row, align_column))
     return parts if multiplier is None else [*parts, x.new_empty((1,), dtype=torch.int32)]

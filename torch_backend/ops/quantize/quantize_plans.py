@@ -6,7 +6,7 @@ What is left for each call is memory for the results and the kernel, and on a CP
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,8 +18,7 @@ from blockfp.definition.numerics import Amax, Quantized
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
 from blockfp.kernels import calls, native, switch
-from blockfp.kernels.calls import NEITHER, OperandCast, cuda_rotates
-from blockfp.kernels.calls import Pair as Aligned
+from blockfp.kernels.calls import OperandCast, cuda_rotates
 
 from .. import cuda, kernels
 from ..kernels import kernels_for
@@ -33,57 +32,38 @@ _plans: dict[Any, Run] = switch.plans()
 
 
 def quantize_matrix(
-    x: Tensor,
-    row: Format | None,
-    column: Format | None,
-    amax: Tensor | None,
-    multiplier: Tensor | None,
-    keys: Tensor | None,
-    random: tuple[bool, bool],
-    rotate: bool,
-    eps: float,
-    aligned: Aligned = NEITHER,
+    x: Tensor, cast: OperandCast, amax: Tensor | None = None, multiplier: Tensor | None = None, keys: Tensor | None = None
 ) -> list[Tensor]:
-    """Quantizes x [.., rows, columns] by the plan of its kind; arguments as for `plan_of` and `Run`."""
-    key = (row, column, x.shape, x.stride(), x.dtype, x.device, amax is None, multiplier is None, random, rotate, eps, aligned)
+    """Quantizes x [.., rows, columns] by the plan of its kind; `Run` says what is given and returned."""
+    key = (cast, x.shape, x.stride(), x.dtype, x.device)
     run = _plans.get(key)
     if run is None:
-        known = (amax is not None, multiplier is not None)
-        run = switch.kept(_plans, key, plan_of(x, row, column, *known, random, rotate, eps, aligned))
+        run = switch.kept(_plans, key, plan_of(x, cast))
     return run(x, amax, multiplier, keys)
 
 
-def plan_of(
-    x: Tensor,
-    row: Format | None,
-    column: Format | None,
-    knows_amax: bool,
-    multiplied: bool,
-    random: tuple[bool, bool],
-    rotate: bool,
-    eps: float,
-    aligned: Aligned = NEITHER,
-    *,
-    one_scale: bool = False,
-) -> Run:
+@cache
+def to_nearest(row: Format | None, column: Format | None = None) -> OperandCast:
+    """The cast of a weight, whose eps is 0."""
+    return OperandCast(row, column)
+
+
+def plan_of(x: Tensor, cast: OperandCast, *, one_scale: bool = False) -> Run:
     """Makes the plan for matrices that lie as x does; raises TypeError or ValueError where there is none.
 
-    The arguments are those of `OperandCast`. With `one_scale` both directions share the scale of the whole: no op's results
-    may.
+    With `one_scale` both directions share the scale of the whole: no op's results may.
     """
     check_input(x)
-    if multiplied and len({row, column} - {None}) != 1:
+    row, column = cast.row, cast.column
+    if cast.given == "multiplier" and len({row, column} - {None}) != 1:
         raise ValueError(f"a given scale is for one format in both directions, got {row} rowwise and {column} columnwise")
     run = kernels_for(x)
     # The kernels choose between scales of 1x16 along the rows alone.
     chooses = column is not None and column.scale.four_over_six and not column.square
-    cast = OperandCast(
-        row, column, "multiplier" if multiplied else "amax" if knows_amax else None, random, rotate, eps, aligned
-    )
     if run is cuda and not chooses:
         return _cuda_plan(x, cast, one_scale)
     plan = _cpu_plan(x, cast) if run is native else _definition_plan(cast)
-    return aligned_behind(plan, align_plans(x, cast)) if any(aligned) else plan
+    return aligned_behind(plan, align_plans(x, cast)) if any(cast.aligned) else plan
 
 
 def part_count(format: Format) -> int:
@@ -101,13 +81,6 @@ def of_format(cast: OperandCast) -> OperandCast:
     return cast._replace(given=given, eps=eps_for(format, cast.eps))
 
 
-def _directions(cast: OperandCast) -> tuple[OperandCast, OperandCast]:
-    """Each direction of a cast alone."""
-    row, column = cast.random
-    by_row = cast._replace(column=None, random=(row, False), rotate=False)
-    return by_row, cast._replace(row=None, random=(False, column))
-
-
 def _cuda_plan(x: Tensor, cast: OperandCast, one_scale: bool = False) -> Run:
     """One call where both directions share a format and a way of rounding, otherwise one for each."""
     if cast.rotates and cast.column is not None and not cuda_rotates(cast.column):
@@ -115,7 +88,7 @@ def _cuda_plan(x: Tensor, cast: OperandCast, one_scale: bool = False) -> Run:
     strided = x.stride(-1) != 1
     own = x.contiguous() if strided else x
     together = cast.row is not None and cast.column is cast.row and cast.random[0] == cast.random[1]
-    wanted = (cast,) if together else [one for one in _directions(cast) if one.row is not None or one.column is not None]
+    wanted = (cast,) if together else [cast.directions[way] for way in range(2) if cast[way] is not None]
     reads = [reader(own, of_format(one), one_scale=one_scale) for one in wanted]
     if len(reads) == 1 and not strided:
         return reads[0]
@@ -138,7 +111,7 @@ def _rotated_apart(x: Tensor, cast: OperandCast) -> Run:
     """The columns of a format that the kernels don't rotate are rotated by array operations, and quantized as rows."""
     if cast.given == "multiplier":
         raise ValueError(f"a rotated operand in {cast.column} has another amax than the one that its scale was made of")
-    row, column = _directions(cast)
+    row, column = cast.directions
     by_row = None if row.row is None else _cuda_plan(x, row)
     turned = OperandCast(column.column, None, None, (cast.random[1], False), eps=cast.eps, aligned=(cast.aligned[1], False))
     by_column = _cuda_plan(rotation.rotate(x.mT), turned)
