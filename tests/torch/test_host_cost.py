@@ -17,6 +17,7 @@ import host
 import standin
 from arrays import values, with_scales
 from counted import of_blockfp, profiled
+from decoder_layer import decoder_layer
 
 import blockfp.torch as bfp
 
@@ -212,6 +213,30 @@ def test_operations_of_torch(name):
                 call()
             names = [event.name for event in profile.function_events if not _inside_another(event)]
             assert Counter(one.removeprefix("aten::") for one in names if one.startswith("aten::")) == most
+
+
+# The library's launches in a decoder layer's forward: query, key and value have one cast, gate and up another.
+LAUNCHES = {
+    "fp8_current": {"quantize": 3, "quantize_gated": 1, "product": 7},
+    "fp8_delayed": {"quantize": 3, "quantize_gated": 1, "product": 7, "record_amax": 7},
+    "fp8_block": {"quantize": 3, "quantize_gated": 1, "product": 7},
+    "mxfp8": {"quantize_aligned": 3, "quantize_gated_aligned": 1, "product": 7, "align": 7},
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_layers_of_one_input_launch_one_cast(name):
+    layer, x = with_scales(decoder_layer(name)), values((1, 64, 128), 0, torch.bfloat16).requires_grad_()
+    launched = Counter()
+
+    def counting(name, launch):
+        return lambda *arguments: (launched.update([name]), launch(*arguments))[1]
+
+    with standin.launches({name: counting(name, launch) for name, launch in standin._idle().items()}):
+        for _ in range(3):
+            launched.clear()
+            layer(x)
+    assert launched == LAUNCHES[name]
 
 
 def _inside_another(event):

@@ -13,9 +13,9 @@ from blockfp.kernels.switch import once
 
 from ..linear.linear import apply
 from ..linear.prologue import activation, takes
+from ..linear.shared_casts import SharedCasts
 from ..linear.tensor_parallel.pieces import in_pieces
 from ..ops.layer.activations import Gating
-from ..ops.quantize.shared_casts import SharedCasts
 from .known_classes import LINEAR, Derived, DoesNotFit, SharedInput, check_own_forward, derive, forward_of, watched
 from .linear import Linear
 from .quantized_layer import QuantizedLayer

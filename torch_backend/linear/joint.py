@@ -1,0 +1,127 @@
+"""`Joint`: layers with delayed scaling that read the same inputs, so that their histories and scales of these are equal."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..torch_internals import assume_constant_result, dispatch_modes, functorch_is_active
+
+if TYPE_CHECKING:
+    from .scale_watch import RecipeLayer
+
+
+class Joint:
+    """Layers whose histories and scales of their input are equal as long as `holds` says so.
+
+    They were compared once, and stay equal while all layers read the same inputs and are updated together. Each layer keeps its
+    own buffers. A write from elsewhere (a loaded checkpoint) replaces a buffer or changes its version, and leads to another
+    comparison. Layers that differ once are never compared again.
+
+    Attributes:
+        members: weak references to the layers.
+        known: each layer's history and scale with their versions, when they were last known to be equal; empty if they aren't.
+    """
+
+    __slots__ = ("__weakref__", "known", "members")
+
+    def __init__(self, layers: Sequence[RecipeLayer]):
+        self.members = tuple(map(weakref.ref, layers))
+        self.known: list[tuple[Tensor, int, Tensor, int]] = []
+        for layer in layers:
+            vars(layer)["joint"] = self
+        _joints.add(self)
+
+    def __reduce__(self) -> Any:
+        # Copies and pickles of layers are compared anew.
+        return type(None), ()
+
+    def is_of(self, layers: Sequence[RecipeLayer]) -> bool:
+        """Returns whether these layers are all members, in this order."""
+        if len(layers) != len(self.members):
+            return False
+        for layer, member in zip(layers, self.members, strict=True):
+            if layer.joint is not self or member() is not layer:
+                return False
+        return True
+
+    def unchanged(self) -> bool:
+        """Returns whether nothing was written into the layers' buffers since `note`, except by kernels that record amaxes."""
+        for member, (history, recorded, scale, updated) in zip(self.members, self.known, strict=False):
+            layer: Any = member()
+            buffers = {} if layer is None else layer._buffers
+            if buffers.get("input_amax_history") is not history or buffers.get("input_scale") is not scale:
+                return False
+            if history._version != recorded or scale._version != updated:
+                return False
+        return bool(self.known)
+
+    def holds(self) -> bool:
+        """Returns whether the layers' histories and scales are equal; compares them if they were written. That waits for a GPU.
+
+        Parts the layers if they differ. False where they can't be compared now: in a CUDA graph's capture, in transforms, and
+        without memory.
+        """
+        if self.unchanged():
+            return True
+        self.doubt()
+        states = [_state(member()) for member in self.members]
+        if functorch_is_active() or dispatch_modes() or any(map(_without_values, (one for state in states for one in state))):
+            return False
+        if states[0][0].is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
+        if all(torch.equal(a, b) for state in states[1:] for a, b in zip(state, states[0], strict=True)):
+            self.note()
+            return True
+        self.part()
+        return False
+
+    def note(self) -> None:
+        """Notes the layers' buffers, which are equal now."""
+        states = [_state(member()) for member in self.members]
+        self.known = [(history, history._version, scale, scale._version) for history, scale in states]
+
+    def doubt(self) -> None:
+        """Makes the next `holds` compare values; in a CUDA graph's capture, whose replays aren't seen, parts the layers."""
+        known, self.known = self.known, []
+        if known and known[0][0].is_cuda and torch.cuda.is_current_stream_capturing():
+            self.part()
+
+    def dissolve(self) -> None:
+        """Ends the joint; another may follow."""
+        for member in self.members:
+            layer = member()
+            if layer is not None and layer.joint is self:
+                vars(layer)["joint"] = None
+        self.known = []
+        _joints.discard(self)
+
+    def part(self) -> None:
+        """Ends the joint for good: from now on each layer goes on by itself."""
+        self.dissolve()
+        for member in self.members:
+            layer = member()
+            if layer is not None:
+                vars(layer)["apart"] = True
+
+
+_joints: weakref.WeakSet[Joint] = weakref.WeakSet()
+
+
+def _state(layer: Any) -> tuple[Any, Any]:
+    return (None, None) if layer is None else (layer._buffers["input_amax_history"], layer._buffers["input_scale"])
+
+
+def _without_values(buffer: Any) -> bool:
+    return type(buffer) is not Tensor or buffer.is_meta or buffer.is_inference()
+
+
+@assume_constant_result
+def part_all() -> None:
+    """Parts all layers: what compiled code records, for all or some of them, isn't seen. Runs when a compiler traces it."""
+    for joint in list(_joints):
+        joint.part()
