@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from blockfp.definition import scaling
 from blockfp.definition.bits import INFINITY
 from blockfp.formats import ElementFormat
+from blockfp.kernels import switch
 from blockfp.recipes import Delayed, Operand, Recipe
 
 from ..ops import cuda
@@ -46,12 +47,21 @@ def record(history: Tensor, amax: Tensor, *, now: bool = False) -> None:
     history is float32 [length], newest first; amax is int32 [1], fp32 bits. `now` means that nothing traces or watches
     operations, so a GPU needs one launch.
     """
-    if now and history.is_cuda and kernels_for(history) is cuda:
-        cuda.library().record_amax(amax, history)
-        return
+    if now:
+        run = _recorders.get(history.device, record)
+        if run is record:
+            by_kernel = history.is_cuda and kernels_for(history) is cuda
+            run = switch.kept(_recorders, history.device, cuda.library().record_amax if by_kernel else None)
+        if run is not None:
+            run(amax, history)
+            return
     finite = torch.where(amax >= INFINITY, torch.zeros_like(amax), amax).view(torch.float32)
     newest = (history if now else uncounted(history))[:1]
     newest.copy_(torch.maximum(newest, finite))
+
+
+_recorders: dict[torch.device, Any] = switch.plans()
+"""The kernel that records amaxes on each device, or None."""
 
 
 def multiplier(

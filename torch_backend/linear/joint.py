@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Joint:
-    """Layers whose histories and scales of their input are equal as long as `holds` says so.
+    """Layers whose histories and scales of their input are equal as long as `unchanged` says so.
 
     They were compared once, and stay equal while all layers read the same inputs and are updated together. Each layer keeps its
     own buffers. A write from elsewhere (a loaded checkpoint) replaces a buffer or changes its version, and leads to another
@@ -40,15 +40,6 @@ class Joint:
         # Copies and pickles of layers are compared anew.
         return type(None), ()
 
-    def is_of(self, layers: Sequence[RecipeLayer]) -> bool:
-        """Returns whether these layers are all members, in this order."""
-        if len(layers) != len(self.members):
-            return False
-        for layer, member in zip(layers, self.members, strict=True):
-            if layer.joint is not self or member() is not layer:
-                return False
-        return True
-
     def unchanged(self) -> bool:
         """Returns whether nothing was written into the layers' buffers since `note`, except by kernels that record amaxes."""
         for member, (history, recorded, scale, updated) in zip(self.members, self.known, strict=False):
@@ -60,14 +51,12 @@ class Joint:
                 return False
         return bool(self.known)
 
-    def holds(self) -> bool:
-        """Returns whether the layers' histories and scales are equal; compares them if they were written. That waits for a GPU.
+    def compare(self) -> bool:
+        """Compares the layers' histories and scales, and returns whether they are equal. This waits for a GPU.
 
         Parts the layers if they differ. False where they can't be compared now: in a CUDA graph's capture, in transforms, and
         without memory.
         """
-        if self.unchanged():
-            return True
         self.doubt()
         states = [_state(member()) for member in self.members]
         if functorch_is_active() or dispatch_modes() or any(map(_without_values, (one for state in states for one in state))):
@@ -86,7 +75,7 @@ class Joint:
         self.known = [(history, history._version, scale, scale._version) for history, scale in states]
 
     def doubt(self) -> None:
-        """Makes the next `holds` compare values; in a CUDA graph's capture, whose replays aren't seen, parts the layers."""
+        """Makes the next reader compare values; in a CUDA graph's capture, whose replays aren't seen, parts the layers."""
         known, self.known = self.known, []
         if known and known[0][0].is_cuda and torch.cuda.is_current_stream_capturing():
             self.part()

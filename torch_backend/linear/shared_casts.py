@@ -67,22 +67,21 @@ class SharedCasts:
         if layer not in self.layers:
             return None
         if self.input is not x:
-            self._end()
+            if self.input is not None:
+                self._end()
             self.input, self.left = x, len(self.layers)
-        casts = self.casts if layer.linear_recipe.delayed is None else self._of_joint(layer)
+        casts = self.casts
+        if layer.linear_recipe.delayed is not None:
+            if self.joint is None:
+                self.joint = self.used = _joint_of(self.layers)
+            # Casts of its own if the layers' scales differ.
+            casts = {} if self.joint is None else self.joint_casts
+            if self.joint is not None and torch.is_grad_enabled() and layer not in self.recorded:
+                self.recorded.append(layer)
         self.left -= 1
         if self.left == 0:
             self._end()
         return casts
-
-    def _of_joint(self, layer: RecipeLayer) -> Casts:
-        if self.joint is None:
-            self.joint = self.used = _joint_of(self.layers)
-        if self.joint is None:
-            return {}
-        if torch.is_grad_enabled() and layer not in self.recorded:
-            self.recorded.append(layer)
-        return self.joint_casts
 
     def _end(self) -> None:
         """Drops the input and its casts."""
@@ -104,19 +103,25 @@ running = _Running()
 def _joint_of(layers: Sequence[RecipeLayer]) -> Joint | None:
     """Returns the joint of all layers with delayed scaling; None if their scales differ, or nobody knows."""
     members: list[Any] = []
+    waiting, joints = [], set()
     for layer in layers:
         if layer.linear_recipe.delayed is not None:
             if layer.apart:
                 return None
             members.append(layer)
+            joints.add(layer.joint)
+            weight = layer._parameters.get("weight")
+            written = weight._noted if type(weight) is CastWeight else layer.written
+            if written[0]:
+                waiting.append((layer, written))
     joint: Joint | None = members[0].joint
-    if joint is None or not joint.is_of(members):
+    if joint is None or len(joints) > 1 or len(members) != len(joint.members):
         joint = _new_joint(members)
     if joint is None:
         return None
-    if torch.is_grad_enabled():
-        _catch_up(joint, members)
-    return joint if joint.holds() else None
+    if waiting and torch.is_grad_enabled():
+        _catch_up(joint, members, waiting)
+    return joint if joint.unchanged() or joint.compare() else None
 
 
 def _new_joint(members: list[RecipeLayer]) -> Joint | None:
@@ -127,14 +132,8 @@ def _new_joint(members: list[RecipeLayer]) -> Joint | None:
     return Joint(members) if len(members) > 1 and len(recipes) == 1 else None
 
 
-def _catch_up(joint: Joint, members: list[Any]) -> None:
+def _catch_up(joint: Joint, members: list[RecipeLayer], waiting: list[tuple[RecipeLayer, list[bool]]]) -> None:
     """Updates the layers whose weight was written without a torch optimizer, before any of them casts the next input."""
-    waiting = []
-    for layer in members:
-        weight = layer._parameters.get("weight")
-        written = weight._noted if type(weight) is CastWeight else layer.written
-        if written[0]:
-            waiting.append((layer, written))
     equal = len(waiting) == len(members) and joint.unchanged()
     for layer, written in waiting:
         if layer.recorded:
