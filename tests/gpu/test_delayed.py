@@ -175,3 +175,25 @@ def test_layers_of_one_input_share_its_casts():
             assert joint.unchanged()
     half = len(found) // 2
     assert_equal(found[:half], found[half:])
+
+
+def test_scales_that_differ_unnoticed_raise():
+    """A write through `.data` changes no version; the comparison of a later step finds it without waiting."""
+    layer = decoder_layer("fp8_delayed", device="cuda")
+    optimizer = bfp.AdamW(layer.parameters(), lr=1e-2)
+
+    def step():
+        layer(values((2, 64, 128), 0, torch.bfloat16).cuda()).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+
+    for _ in range(3):
+        step()
+    layer.self_attn.k_proj.input_amax_history.data.fill_(2.0**20)
+    with pytest.raises(RuntimeError, match="have different scales of it"):
+        for _ in range(3):
+            step()
+    assert layer.self_attn.q_proj.joint is None
+    assert layer.mlp.gate_proj.joint is not None
+    step()

@@ -15,6 +15,7 @@ import pytest
 import threaded
 import torch
 from arrays import values
+from blockfp.torch_backend.linear import joint
 from blockfp.torch_backend.linear.joint import Joint
 from blockfp.torch_backend.modules import known_classes
 from blockfp.torch_backend.modules.layer_calls import sharing
@@ -366,8 +367,8 @@ def test_layers_that_part_go_on_by_themselves(case, cuda):
         with emulated_cuda.launches() if cuda else contextlib.nullcontext():
             found.append(case(model)[0])
             if shares:
-                joint = model.attention.q.joint
-                assert joint is None or not joint.compare()
+                left = model.attention.q.joint
+                assert left is None or not left.compare()
     assert_equal(*found)
 
 
@@ -417,9 +418,8 @@ def sharded(rank, shares, weights):
         optimizer.zero_grad()
         found.append([buffer.clone() for buffer in model.buffers()])
     if shares:
-        joint = model.attention.q.joint
-        assert joint is not None
-        assert joint.compare()
+        assert model.attention.q.joint is not None
+        assert model.attention.q.joint.compare()
     return found
 
 
@@ -427,6 +427,38 @@ def sharded(rank, shares, weights):
 def test_ranks_of_fsdp(weights):
     ours, theirs = (threaded.run(2, sharded, shares, weights) for shares in (True, False))
     assert_equal(ours, theirs)
+
+
+class Done:
+    """An event of a GPU that has come."""
+
+    def record(self):
+        pass
+
+    def query(self):
+        return True
+
+
+def test_what_nobody_could_notice_raises_later(monkeypatch):
+    """On a GPU values aren't compared each time, and a write through `.data` changes no version."""
+    monkeypatch.setattr(joint, "_is_gpu", lambda device: True)
+    monkeypatch.setattr(joint, "_compared", {})
+    monkeypatch.setattr(torch.cuda, "Event", Done)
+    model = made(shares=True)
+    optimizer = adamw(model)
+    with emulated_cuda.launches():
+        for seed in range(3):
+            step(model, optimizer, seed)
+        assert model.attention.q.joint.unchanged()
+        model.attention.k.input_amax_history.data.fill_(2.0**20)
+        step(model, optimizer, 3)
+        with pytest.raises(RuntimeError, match=r"layers that read one input \(1 groups\) have different scales"):
+            step(model, optimizer, 4)
+        assert model.attention.q.joint is None
+        assert model.mlp.gate.joint is not None
+        for seed in range(5, 8):
+            step(model, optimizer, seed)
+    assert casts_of(model, values((4, 32), 0))[0] == JOINTLY + 2
 
 
 def test_a_checkpoint_has_each_layers_own_state():

@@ -37,7 +37,7 @@ from ..quantized_tensor import sharding
 from ..torch_internals import dispatch_modes, foreach_copy_, uncounted
 from . import scale_watch
 from .call import Call, ends_of
-from .joint import Joint
+from .joint import Joint, compare_later
 from .scale_watch import RecipeLayer, delayed_layers
 
 
@@ -226,6 +226,7 @@ def update_layers(layers: Sequence[RecipeLayer], replicas: DistributedDataParall
         joint.note()
     for layer in layers:
         layer.note_updated()
+    compare_later(joints)
     _look_for_scales([layer for layer in layers if not layer.has_scales])
 
 

@@ -98,6 +98,57 @@ class Joint:
                 vars(layer)["apart"] = True
 
 
+# ---- a comparison that doesn't wait
+
+
+_compared: dict[torch.device, tuple[list[Joint], Tensor, torch.cuda.Event]] = {}
+"""On each GPU the last comparison that is being copied to the host: joints, whether their scales differ, and its end."""
+
+
+def compare_later(joints: Sequence[Joint]) -> None:
+    """Compares the scales of joints on a GPU, without waiting for it: each call looks at what an earlier one found.
+
+    Raises RuntimeError if they differ although nobody told: ranks called the layers differently, a captured CUDA graph called
+    some of them, or someone wrote through `.data`. From then on the layers go on by themselves.
+    """
+    by_device: dict[torch.device, list[Joint]] = {}
+    for joint in joints:
+        device = joint.known[0][2].device
+        if _is_gpu(device):
+            by_device.setdefault(device, []).append(joint)
+    for device, some in by_device.items():
+        if torch.cuda.is_current_stream_capturing():
+            return
+        before = _compared.get(device)
+        if before is not None and not before[2].query():
+            continue
+        differs = scales_differ(some).to("cpu", non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        _compared[device] = some, differs, done
+        apart = [] if before is None else [joint for joint, one in zip(*before[:2], strict=True) if one and joint.known]
+        for joint in apart:
+            joint.part()
+        if apart:
+            raise RuntimeError(
+                f"delayed scaling: layers that read one input ({len(apart)} groups) have different scales of it, and one cast "
+                "for all: every rank must call all layers of a SharedInput or MLPParts with it, CUDA graphs too, and scales "
+                "are written by load_state_dict, not through .data. From now on each layer casts for itself"
+            )
+
+
+def scales_differ(joints: Sequence[Joint]) -> Tensor:
+    """Returns whether the noted scales of each joint differ, bool [joints]."""
+    most = max(len(joint.known) for joint in joints)
+    scales = [joint.known[min(place, len(joint.known) - 1)][2] for joint in joints for place in range(most)]
+    each = torch.stack(scales).view(len(joints), most)
+    return (each != each[:, :1]).any(1)
+
+
+def _is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
 _joints: weakref.WeakSet[Joint] = weakref.WeakSet()
 
 
