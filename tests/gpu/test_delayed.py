@@ -182,18 +182,17 @@ def test_scales_that_differ_unnoticed_raise():
     layer = decoder_layer("fp8_delayed", device="cuda")
     optimizer = bfp.AdamW(layer.parameters(), lr=1e-2)
 
-    def step():
-        layer(values((2, 64, 128), 0, torch.bfloat16).cuda()).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.cuda.synchronize()
+    def steps(count):
+        for _ in range(count):
+            layer(values((2, 64, 128), 0, torch.bfloat16).cuda()).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.cuda.synchronize()
 
-    for _ in range(3):
-        step()
+    steps(3)
     layer.self_attn.k_proj.input_amax_history.data.fill_(2.0**20)
     with pytest.raises(RuntimeError, match="have different scales of it"):
-        for _ in range(3):
-            step()
+        steps(3)
     assert layer.self_attn.q_proj.joint is None
     assert layer.mlp.gate_proj.joint is not None
-    step()
+    steps(1)

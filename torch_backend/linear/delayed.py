@@ -24,12 +24,11 @@ from torch.utils.hooks import RemovableHandle
 from blockfp.definition import scaling
 from blockfp.definition.bits import INFINITY
 from blockfp.formats import ElementFormat
-from blockfp.kernels import switch
 from blockfp.recipes import Delayed, Operand, Recipe
 
 from ..ops import cuda
 from ..ops.collectives import max_reduce
-from ..ops.kernels import kernels_for
+from ..ops.kernels import function_for, functions, kernels_for
 from ..ops.library import outside_graphs
 from ..ops.optimizer import cuda_steps
 from ..ops.quantize.operand_ops import delayed_multiplier, tensor_amax
@@ -48,20 +47,15 @@ def record(history: Tensor, amax: Tensor, *, now: bool = False) -> None:
     operations, so a GPU needs one launch.
     """
     if now:
-        run = _recorders.get(history.device, record)
+        run = functions.get(("record_amax", history.device), record)
         if run is record:
-            by_kernel = history.is_cuda and kernels_for(history) is cuda
-            run = switch.kept(_recorders, history.device, cuda.library().record_amax if by_kernel else None)
+            run = function_for("record_amax", history)
         if run is not None:
             run(amax, history)
             return
     finite = torch.where(amax >= INFINITY, torch.zeros_like(amax), amax).view(torch.float32)
     newest = (history if now else uncounted(history))[:1]
     newest.copy_(torch.maximum(newest, finite))
-
-
-_recorders: dict[torch.device, Any] = switch.plans()
-"""The kernel that records amaxes on each device, or None."""
 
 
 def multiplier(
