@@ -119,7 +119,7 @@ def adamw(model):
 
 
 def many(model):
-    return steps(model, adamw(model), 6), model
+    return steps(model, adamw(model), 5), model
 
 
 def by_torch(model):
@@ -240,7 +240,7 @@ def test_under_checkpointing(options):
     assert casts_of(model, values((4, 32), 0))[0] == JOINTLY
 
 
-@pytest.mark.parametrize("case", [accumulated, evaluated, loaded], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", [accumulated, evaluated], ids=lambda case: case.__name__)
 def test_on_the_cuda_path(case):
     """Its kernels record and update without torch's knowledge."""
     found = []
@@ -258,7 +258,7 @@ def test_on_the_cuda_path_nothing_is_compared_twice():
     with emulated_cuda.launches():
         step(model, optimizer)
         with mock.patch.object(torch, "equal", side_effect=AssertionError("waits")):
-            for seed in range(3):
+            for seed in range(2):
                 step(model, optimizer, seed, batches=2)
             model(values((4, 32), 0))
     assert isinstance(model.attention.q.joint, Joint)
@@ -285,8 +285,8 @@ def two_optimizers(model):
     others = [param for param in model.parameters() if all(param is not one for one in q)]
     first, second = bfp.AdamW(q, lr=1e-2), bfp.AdamW(others, lr=1e-2)
     found = []
-    for seed in range(4):
-        found.append(step(model, first, seed, batches=2))
+    for seed in range(2):
+        found.append(step(model, first, seed))
         found.append(step(model, second, seed))
     return found, model
 
@@ -352,7 +352,7 @@ def functionally(model):
 PART = (one_alone, cross, two_optimizers, one_loaded, one_without_grad, one_reset, one_changed, one_written, functionally)
 
 
-ON_CUDA = (one_alone, two_optimizers, one_loaded)
+ON_CUDA = (one_alone, one_loaded)
 
 
 @pytest.mark.parametrize(
@@ -395,12 +395,14 @@ def test_what_compiled_code_records_is_not_taken_for_equal():
         model = made(shares=True).attention
         every, one = (torch.compile(part, backend="eager") if compiles else part for part in (model, model.q))
         optimizer = adamw(model)
-        found.append(steps(model, optimizer))
+        found.append(steps(model, optimizer, 1, run=every))
+        found[-1] += steps(model, optimizer, first=1)
+        # That this was compiled before doesn't matter.
         assert model.q.joint is not None
-        found[-1] += steps(model, optimizer, first=2, run=every)
+        found[-1] += steps(model, optimizer, first=3, run=every)
         assert compiles is (model.q.joint is None)
         one(values((4, 32), 0, scale=2.0**20)).sum().backward()
-        found[-1] += steps(model, optimizer, first=4)
+        found[-1] += steps(model, optimizer, first=5)
     assert_equal(*found)
 
 
@@ -447,7 +449,7 @@ def test_what_nobody_could_notice_raises_later(monkeypatch):
     model = made(shares=True)
     optimizer = adamw(model)
     with emulated_cuda.launches():
-        for seed in range(3):
+        for seed in range(2):
             step(model, optimizer, seed)
         assert model.attention.q.joint.unchanged()
         model.attention.k.input_amax_history.data.fill_(2.0**20)
@@ -456,8 +458,7 @@ def test_what_nobody_could_notice_raises_later(monkeypatch):
             step(model, optimizer, 4)
         assert model.attention.q.joint is None
         assert model.mlp.gate.joint is not None
-        for seed in range(5, 8):
-            step(model, optimizer, seed)
+        step(model, optimizer, 5)
     assert casts_of(model, values((4, 32), 0))[0] == JOINTLY + 2
 
 

@@ -19,8 +19,8 @@ class Joint:
     """Layers whose histories and scales of their input are equal as long as `unchanged` says so.
 
     They were compared once, and stay equal while all layers read the same inputs and are updated together. Each layer keeps its
-    own buffers. A write from elsewhere (a loaded checkpoint) replaces a buffer or changes its version, and leads to another
-    comparison. Layers that differ once are never compared again.
+    own buffers, so names, checkpoints and updates know nothing of joints. A write from elsewhere (a loaded checkpoint) replaces
+    a buffer or changes its version, and leads to another comparison. Layers that differ once are never compared again.
 
     Attributes:
         members: weak references to the layers.
@@ -63,7 +63,8 @@ class Joint:
             return False
         if states[0][0].is_cuda and torch.cuda.is_current_stream_capturing():
             return False
-        if all(torch.equal(a, b) for state in states[1:] for a, b in zip(state, states[0], strict=True)):
+        alike = len({buffer.device for state in states for buffer in state}) == 1
+        if alike and all(torch.equal(a, b) for state in states[1:] for a, b in zip(state, states[0], strict=True)):
             self.note()
             return True
         self.part()

@@ -11,6 +11,7 @@ This is for eager code; compilers find equal casts themselves.
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -115,7 +116,7 @@ def _joint_of(layers: Sequence[RecipeLayer]) -> Joint | None:
             if written[0]:
                 waiting.append((layer, written))
     joint: Joint | None = members[0].joint
-    if joint is None or len(joints) > 1 or len(members) != len(joint.members):
+    if joint is None or len(joints) > 1 or list(map(operator.call, joint.members)) != members:
         joint = _new_joint(members)
     if joint is None:
         return None
