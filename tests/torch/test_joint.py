@@ -349,10 +349,11 @@ def functionally(model):
     return [found, y.detach(), other, steps(model, optimizer, first=2)], model
 
 
-PART = (one_alone, cross, two_optimizers, one_loaded, one_without_grad, one_reset, one_changed, one_written, functionally)
+PART = (one_loaded, one_reset, one_changed, one_written, functionally)
 
 
-ON_CUDA = (one_alone, one_loaded)
+# On a CPU each record is counted as a write, so that another comparison follows in any case.
+ON_CUDA = (one_alone, cross, two_optimizers, one_without_grad)
 
 
 @pytest.mark.parametrize(
