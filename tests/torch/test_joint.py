@@ -298,6 +298,17 @@ def one_loaded(model):
     return [found, steps(model, optimizer, first=2)], model
 
 
+def one_loaded_before_the_step(model):
+    optimizer = adamw(model)
+    found = steps(model, optimizer)
+    model(values((4, 32), 0)).square().mean().backward()
+    history = torch.full_like(model.attention.v.input_amax_history, 2.0**20)
+    model.attention.v.load_state_dict(model.attention.v.state_dict() | {"input_amax_history": history})
+    optimizer.step()
+    optimizer.zero_grad()
+    return [found, steps(model, optimizer, first=2)], model
+
+
 def one_without_grad(model):
     """One of three layers records nothing."""
     optimizer, attention = adamw(model), model.attention
@@ -353,7 +364,7 @@ PART = (one_loaded, one_reset, one_changed, one_written, functionally)
 
 
 # On a CPU each record is counted as a write, so that another comparison follows in any case.
-ON_CUDA = (one_alone, cross, two_optimizers, one_without_grad)
+ON_CUDA = (one_alone, cross, two_optimizers, one_without_grad, one_loaded_before_the_step)
 
 
 @pytest.mark.parametrize(
