@@ -15,6 +15,7 @@ from .torch_backend.conversion.convert import convert
 from .torch_backend.conversion.fusing import FusedSequential
 from .torch_backend.conversion.gated_mlp import _rebuild_mlp
 from .torch_backend.conversion.kinds import _rebuild_layer
+from .torch_backend.conversion.memory import MemoryRow
 from .torch_backend.conversion.sensitivity import sensitivity
 from .torch_backend.conversion.sensitivity_table import LayerSensitivity, Sensitivity
 from .torch_backend.conversion.summary import LeftWeight, QuantizedWeight, Summary, summary
@@ -60,6 +61,7 @@ __all__ = [
     "LinearState",
     "Loaded",
     "MLPParts",
+    "MemoryRow",
     "MultiheadAttention",
     "Muon",
     "Observation",

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -167,6 +168,10 @@ def assume_constant_result(function: Any) -> Any:
 def mark_static_address(tensor: Tensor) -> None:
     """Tells torch.compile that a tensor's address is fixed; otherwise CUDA graphs write into a copy that is lost."""
     torch._dynamo.mark_static_address(tensor, guard=False)
+
+
+StopsRecomputation: type[BaseException] = torch.utils.checkpoint._StopRecomputationError
+"""Ends a checkpoint's recomputation early, once everything that the backward needs is there."""
 
 
 # ---- distributed

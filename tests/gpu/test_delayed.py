@@ -7,6 +7,8 @@ import torch
 from arrays import values
 from blockfp.torch_backend.ops.optimizer import cuda_steps
 from cuda_arrays import capture
+from decoder_layer import decoder_layer
+from same_tensors import assert_equal
 
 import blockfp.torch as bfp
 from blockfp import recipes
@@ -142,3 +144,55 @@ def test_a_graph_that_is_captured_moves_the_same_state():
         graph.replay()
         bfp.update_scales(on_cpu)
         assert_same_bits(on_gpu.buffers(), on_cpu.buffers())
+
+
+def test_layers_of_one_input_share_its_casts():
+    """Bits are those of layers of which nothing is known, and after the first step nothing waits for the GPU."""
+    found = []
+    for shares in (True, False):
+        torch.manual_seed(0)
+        layer = decoder_layer("fp8_delayed", shares=shares, device="cuda")
+        optimizer = bfp.AdamW(layer.parameters(), lr=1e-2)
+        for step in range(4):
+            for batch in range(2):
+                x = values((2, 64, 128), 10 * step + batch, torch.bfloat16, scale=2.0**step).cuda().requires_grad_()
+                waits = torch.cuda.get_sync_debug_mode()
+                # Scales are looked for until each has been found; the layers are compared once.
+                torch.cuda.set_sync_debug_mode("error" if shares and step > 2 else waits)
+                try:
+                    y = layer(x)
+                finally:
+                    torch.cuda.set_sync_debug_mode(waits)
+                y.float().square().mean().backward()
+                found.append([y.detach(), x.grad])
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(layer.state_dict())
+        if shares:
+            joint = layer.self_attn.q_proj.joint
+            assert joint is not None
+            assert joint is layer.self_attn.v_proj.joint
+            assert joint.unchanged()
+    half = len(found) // 2
+    assert_equal(found[:half], found[half:])
+
+
+def test_scales_that_differ_unnoticed_raise():
+    """A write through `.data` changes no version; the comparison of a later step finds it without waiting."""
+    layer = decoder_layer("fp8_delayed", device="cuda")
+    optimizer = bfp.AdamW(layer.parameters(), lr=1e-2)
+
+    def steps(count):
+        for _ in range(count):
+            layer(values((2, 64, 128), 0, torch.bfloat16).cuda()).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.cuda.synchronize()
+
+    steps(3)
+    layer.self_attn.k_proj.input_amax_history.data.fill_(2.0**20)
+    with pytest.raises(RuntimeError, match="have different scales of it"):
+        steps(3)
+    assert layer.self_attn.q_proj.joint is None
+    assert layer.mlp.gate_proj.joint is not None
+    steps(1)

@@ -20,7 +20,7 @@ def float_of(word):
 
 
 def write(out, made):
-    """What a kernel writes, to memory of the caller's that has to be as large and of that size of elements."""
+    """What a kernel writes, unseen by torch, to memory of the caller's that is as large and of that size of elements."""
     if out is None:
         assert made is None
         return
@@ -28,7 +28,7 @@ def write(out, made):
     assert out.is_contiguous()
     assert out.numel() == made.numel(), f"room for {out.numel()} elements, and there are {made.numel()}"
     assert out.element_size() == made.element_size()
-    out.view(made.dtype).view(-1).copy_(made.reshape(-1))
+    out.data.view(made.dtype).view(-1).copy_(made.reshape(-1))
 
 
 def _whole(pair):
@@ -61,7 +61,7 @@ def amax(x, out):
 def record_amax(amax, history):
     value = amax.view(torch.float32).reshape(())
     if bool(value.isfinite()):
-        history[0] = torch.maximum(history[0], value)
+        write(history[:1], torch.maximum(history[:1], value))
 
 
 def _operands(state):

@@ -1,12 +1,19 @@
 """`summary`: what is counted, what is said of the rest, and when `convert` warns."""
 
+import copy
+
 import pytest
 import threaded
 import torch
 import torch.distributed as dist  # noqa: F401
+from arrays import tensors_of
+from same_tensors import assert_equal
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 import blockfp.torch as bfp
 
@@ -171,3 +178,108 @@ def test_what_an_optimizer_keeps():
     assert bfp.summary(model).states == ()
     with pytest.raises(TypeError, match="optimizer must be"):
         bfp.summary(model, model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [(bfp.AdamW, {}), (bfp.AdamW, {"master": None}), (bfp.AdamW, {"moments": "fp8"}), (bfp.Muon, {})]
+)
+def test_originals_are_dropped_by_the_first_step(kind, options):
+    model = nn.Sequential(bfp.Linear(64, 32, bias=False, recipe="mxfp8"))
+    optimizer = kind(model.parameters(), **options)
+    assert bfp.summary(model, optimizer).originals == 64 * 32 * 4
+    model(torch.ones(4, 64)).sum().backward()
+    optimizer.step()
+    assert bfp.summary(model, optimizer).originals == 0
+    assert all(row.holds != "originals, until the first step" for row in bfp.summary(model, optimizer).memory)
+
+
+class Living(TorchDispatchMode):
+    """Notes the storages that operations make, those `before` aside, and tells how many bytes of them live on."""
+
+    def __init__(self, before):
+        super().__init__()
+        self.made, self.before = {}, {tensor.data_ptr() for tensor in before}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in tree_flatten(made)[0]:
+            if type(tensor) is torch.Tensor and tensor.data_ptr() not in self.before:
+                storage = tensor.untyped_storage()
+                self.made[StorageWeakRef(storage)] = storage.nbytes()
+        return made
+
+    def bytes(self):
+        return sum(size for ref, size in self.made.items() if not ref.expired())
+
+
+def model_and_batch(recipe):
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.BatchNorm1d(128), nn.Dropout(), nn.Linear(128, 32, bias=False))
+    bfp.convert(model, recipe)
+    return model, torch.randn(16, 64)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "mxfp8", "nvfp4"])
+def test_the_table_of_memory_is_what_lives(recipe):
+    """Against the objects that Python knows, and the storages that a forward leaves behind."""
+    model, x = model_and_batch(recipe)
+    optimizer = bfp.AdamW(model.parameters())
+    for _ in range(2):
+        model(x).square().sum().backward()
+        done = bfp.summary(model, optimizer, batch=x)
+        rows = {row.holds: row.bytes for row in done.memory}
+        states = [tensor for state in optimizer.state.values() for tensor in state.values()]
+        gradients = [param.grad for param in model.parameters()]
+        assert rows["gradients"] == storages(gradients) == sum(4 * p.numel() for p in model.parameters())
+        assert rows["buffers"] == storages(model.buffers())
+        assert rows.get("originals, until the first step", 0) == done.originals
+        codes = [part for p in model.parameters() if hasattr(p, "codes") for part in tensors_of(p)]
+        assert rows["codes and scales"] == storages(codes)
+        assert sum(size for name, size in rows.items() if name.startswith("optimizer: ")) == storages(states)
+        kept = rows["kept for the backward"]
+        assert sum(rows.values()) - kept == storages([*model.parameters(), *model.buffers(), *gradients, *states])
+        with Living([x, *model.buffers()]) as living:
+            y = model(x)
+        assert kept == living.bytes() - y.untyped_storage().nbytes() > 0
+        del y
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_forward_that_measures_leaves_no_trace():
+    model, x = model_and_batch("fp8_delayed")
+    optimizer = bfp.AdamW(model.parameters())
+    model(x).square().sum().backward()
+    optimizer.step()
+    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    recorded = [layer.recorded for layer in (model[0], model[4])]
+    table = str(bfp.summary(model, optimizer, batch={"input": x}))
+    assert "kept for the backward" in table
+    assert_equal(model.state_dict(), before)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [layer.recorded for layer in (model[0], model[4])] == recorded == [False, False]
+    assert "kept" not in str(bfp.summary(model, optimizer))
+    with pytest.raises(ValueError, match="must share in"):
+        bfp.summary(model, optimizer, batch=(torch.randn(16, 7),))
+    assert_equal(model.state_dict(), before)
+
+
+def measured_between_steps(rank, measures):
+    with threaded.seeded(0):
+        model = nn.Sequential(bfp.Linear(32, 64, recipe="fp8_delayed"), bfp.Linear(64, 32, recipe="fp8_delayed"))
+    for layer in (*model, model):
+        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    optimizer, x = bfp.AdamW(model.parameters(), lr=1e-2), torch.ones(8, 32) * (rank + 1)
+    for _ in range(2):
+        model(x).square().sum().backward()
+        if measures:
+            rows = {row.holds: row.bytes for row in bfp.summary(model, optimizer, batch=x).memory}
+            # Each rank has half of the gradients, and no gathered weight is taken for kept.
+            assert rows["gradients"] == sum(4 * p.numel() for p in model.parameters()) / 2
+            assert rows["kept for the backward"] < 8 * 32 + 8 * 64 + 64
+        optimizer.step()
+        optimizer.zero_grad()
+    return [model(x).detach(), *(buffer.clone() for buffer in model.buffers())]
+
+
+def test_measuring_a_sharded_model_leaves_no_trace():
+    assert_equal(*(threaded.run(2, measured_between_steps, measures) for measures in (True, False)))

@@ -199,7 +199,7 @@ class FusedMLP(Derived, nn.Module):
             return self.made_of.forward(self, *inputs, **options)
         (x,) = inputs
         parts = self.parts
-        down, gate, up, act = (None if name is None else self._modules[name] for name in parts[:4])
+        down, gate, up, act = [None if name is None else self._modules[name] for name in parts[:4]]
         assert down is not None
         assert gate is not None
         with sharing((gate, up)):

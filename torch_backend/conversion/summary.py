@@ -20,6 +20,7 @@ from ..modules.model_names import named_modules, optimizers_in, state_of
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import QuantizedTensor
 from .kinds import EMBEDDING, ROUTER, base_kind, bias_names, quantized_names, router_modules, weight_names, why_not
+from .memory import MemoryRow, memory_of
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ class Summary:
         originals: bytes of values kept on the CPU until an optimizer takes them (`keep_init`).
         states: bytes of an optimizer's state for the model's parameters, by entry: masters, moments.
         buffers: bytes of buffers: amax histories and scales of delayed scaling, random keys, and other modules' buffers.
+        memory: where each byte is, if an optimizer or a batch was given: the storages of parameters, originals, optimizer
+            state, gradients, buffers and what a forward keeps, each once.
     """
 
     layers: tuple[QuantizedWeight, ...]
@@ -94,6 +97,7 @@ class Summary:
     originals: int = 0
     states: tuple[tuple[str, int], ...] = ()
     buffers: int = 0
+    memory: tuple[MemoryRow, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -153,6 +157,8 @@ class Summary:
             kept.append(f"optimizer: {each}; {_number(sum(size for _, size in self.states))} bytes")
         if self.held > self.bytes:
             kept.append(f"between steps: {_number(self.held)} bytes, buffers' {_number(self.buffers)} among them")
+        if self.memory:
+            kept += _memory_table(self.memory)
         return rows, [f"{quantized} ({self.share:.1%}; embeddings aside)", *kept, *notes]
 
     def __str__(self) -> str:
@@ -169,13 +175,16 @@ class Summary:
         return notebook.table(rows, _HEAD, notes)
 
 
-def summary(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> Summary:
+def summary(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None = None, *, batch: Any = None) -> Summary:
     """Counts a model's quantized and other weights, with reasons; before or after `convert`, sharded or not, on meta too.
 
     Args:
         model: any module.
         optimizer: optimizer whose state for the model's parameters is counted, as far as this rank holds it: any torch
             optimizer, or several in a list or in torchtitan's container. It has no state before its first step.
+        batch: what the model is called with: a tensor, several in a sequence, or keyword arguments in a mapping. One forward
+            then measures what is kept for the backward, in the model's mode; buffers and random states are put back. Every
+            rank must do it. Call it between backward and step to see the gradients too.
 
     Raises:
         TypeError: model is not a module, or optimizer not an optimizer.
@@ -183,6 +192,7 @@ def summary(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None 
     Example:
         >>> print(summary(convert(model, "mxfp8")))
         >>> summary(model).share
+        >>> print(summary(model, optimizer, batch=x))  # where the memory goes
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -212,7 +222,17 @@ def summary(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None 
             if isinstance(kept, Tensor):
                 states[name] = states.get(name, 0) + nbytes(kept)
     buffers = sum(nbytes(buffer) for buffer in model.buffers())
-    return Summary(tuple(layers), tuple(left), others, other_bytes, originals, tuple(states.items()), buffers)
+    memory = () if optimizer is None and batch is None else memory_of(model, optimizers, batch)
+    return Summary(tuple(layers), tuple(left), others, other_bytes, originals, tuple(states.items()), buffers, memory)
+
+
+def _memory_table(memory: tuple[MemoryRow, ...]) -> list[str]:
+    devices = dict.fromkeys(row.device for row in memory)
+    totals = [("total", device, sum(row.bytes for row in memory if row.device == device)) for device in devices]
+    rows = [(holds, device, _number(size)) for holds, device, size in (*memory, *totals)]
+    widths = [max(map(len, column)) for column in zip(("memory", "device", "bytes"), *rows, strict=True)]
+    lines = (("memory", "device", "bytes"), *rows)
+    return [f"{holds:{widths[0]}}  {device:{widths[1]}}  {size:>{widths[2]}}" for holds, device, size in lines]
 
 
 def tied_elsewhere(model: nn.Module) -> dict[str, str]:

@@ -28,7 +28,7 @@ from blockfp.recipes import Delayed, Operand, Recipe
 
 from ..ops import cuda
 from ..ops.collectives import max_reduce
-from ..ops.kernels import kernels_for
+from ..ops.kernels import function_for, functions, kernels_for
 from ..ops.library import outside_graphs
 from ..ops.optimizer import cuda_steps
 from ..ops.quantize.operand_ops import delayed_multiplier, tensor_amax
@@ -36,6 +36,7 @@ from ..quantized_tensor import sharding
 from ..torch_internals import dispatch_modes, foreach_copy_, uncounted
 from . import scale_watch
 from .call import Call, ends_of
+from .joint import Joint, compare_later
 from .scale_watch import RecipeLayer, delayed_layers
 
 
@@ -45,9 +46,13 @@ def record(history: Tensor, amax: Tensor, *, now: bool = False) -> None:
     history is float32 [length], newest first; amax is int32 [1], fp32 bits. `now` means that nothing traces or watches
     operations, so a GPU needs one launch.
     """
-    if now and history.is_cuda and kernels_for(history) is cuda:
-        cuda.library().record_amax(amax, history)
-        return
+    if now:
+        run = functions.get(("record_amax", history.device), record)
+        if run is record:
+            run = function_for("record_amax", history)
+        if run is not None:
+            run(amax, history)
+            return
     finite = torch.where(amax >= INFINITY, torch.zeros_like(amax), amax).view(torch.float32)
     newest = (history if now else uncounted(history))[:1]
     newest.copy_(torch.maximum(newest, finite))
@@ -207,10 +212,15 @@ def update_layers(layers: Sequence[RecipeLayer], replicas: DistributedDataParall
     `replicas` is the layers' DDP model; by default each layer's is looked up.
     """
     found = scale_watch.replicas_of(layers) if replicas is None else [replicas] * len(layers)
-    for (groups, _), some in _together(layers, found).items():
+    groups_of = _groups_of(layers, found)
+    joints = _joints_in(layers, groups_of)
+    for (groups, _), some in _together(layers, groups_of).items():
         _update(some, max_reduce(_newest(some), groups) if groups else None)
+    for joint in joints:
+        joint.note()
     for layer in layers:
         layer.note_updated()
+    compare_later(joints)
     _look_for_scales([layer for layer in layers if not layer.has_scales])
 
 
@@ -269,13 +279,26 @@ class _Operands(NamedTuple):
     state: list[Tensor]
 
 
+def _joints_in(layers: Sequence[RecipeLayer], groups_of: Sequence[tuple[str, ...]]) -> list[Joint]:
+    """Returns the joints that an update of these layers leaves equal: all members are among them, with the same ranks."""
+    found: dict[Joint, list[tuple[str, ...]]] = {}
+    for layer, groups in zip(layers, groups_of, strict=True):
+        if layer.joint is not None:
+            found.setdefault(layer.joint, []).append(groups)
+    return [
+        joint
+        for joint, groups in found.items()
+        if len(groups) == len(joint.members) and len(set(groups)) == 1 and joint.unchanged()
+    ]
+
+
 def _together(
-    layers: Sequence[RecipeLayer], replicas: Sequence[DistributedDataParallel | None]
+    layers: Sequence[RecipeLayer], groups_of: Sequence[tuple[str, ...]]
 ) -> dict[tuple[tuple[str, ...], torch.device], _Operands]:
     """Returns all operands by groups and device, in order of first appearance, which is the same on every rank."""
     found: dict[tuple[tuple[str, ...], torch.device], _Operands] = {}
     kinds_of: dict[int, list[_Scaled]] = {}
-    for layer, groups in zip(layers, _groups_of(layers, replicas), strict=True):
+    for layer, groups in zip(layers, groups_of, strict=True):
         # Attribute access costs a Python call per buffer.
         recipe, buffers = layer.linear_recipe, cast(Any, layer._buffers)
         kinds = kinds_of.get(id(recipe))

@@ -17,11 +17,11 @@ from blockfp.recipes import Compute, Recipe, RecipeName
 
 from ..ops import library
 from ..ops.layer.activations import Gating
+from ..ops.layer.linear_ops import Casts
 from ..ops.library import is_real
 from ..ops.product.ordered_products import why_not
 from ..ops.product.products import comes_aligned
 from ..ops.quantize.quantize_plans import part_count
-from ..ops.quantize.shared_casts import Casts
 from ..quantized_tensor import sharding
 from ..quantized_tensor.quantize import key_tensor
 from ..quantized_tensor.refusals import jit_refusal
@@ -155,7 +155,7 @@ def apply(
             call = call_of(_rows(x), weight, bias, recipe, state, key, grouped, shared, prologue)
             if known is not None:
                 switch.kept(_calls, known, call)
-        if known is None or recipe.delayed is not None:
+        if known is None:
             casts = None
         if x.ndim > 2 and type(x) is Tensor and call.takes_axes and not dispatch_modes():
             return run_call(x, None, weight, bias, call, state, key, counts, offs, transposed, casts)

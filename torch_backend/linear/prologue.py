@@ -69,11 +69,13 @@ def cast(
     A known amax is used where it alone decides the scale.
     """
     how = operand_cast(row, column, eps, aligned=aligned)
+    format = how.row or how.column
     # Not per_tensor: a compiler may not be the first to ask for a cached property.
-    whole = how.format.block is None
+    whole = format is not None and format.block is None
     amax = amax if whole and multiplier is None else None
     if direct:
-        how = how._replace(given=given_of(amax, multiplier))
+        if amax is not None or multiplier is not None:
+            how = how._replace(given=given_of(amax, multiplier))
         parts = gated_ops.quantize_gated(gate, up, *gating, how, amax, multiplier)
     else:
         names = [None if format is None else format.name for format in (how.row, how.column)]

@@ -19,6 +19,7 @@ from blockfp.recipes import Recipe
 
 from ..quantized_tensor import sharding
 from ..torch_internals import ddp_models
+from .joint import Joint
 
 
 @dataclass
@@ -130,12 +131,18 @@ class RecipeLayer(nn.Module):
         observed: figures that `observe` collects, or None.
         has_scales: whether delayed scales are known to be above 0; otherwise casts check.
         recorded: whether eager code has recorded amaxes since delayed scaling's last update.
+        written: whether a weight that FSDP2 shards was written in place since the layer last looked (`CastWeight`).
+        joint: the layers whose input is scaled equally, if eager code has found any; or None.
+        apart: whether that ended for good.
     """
 
     linear_recipe: Recipe
     observed: Tensor | None
     has_scales: bool
     recorded: bool
+    written: list[bool]
+    joint: Joint | None = None
+    apart: bool = False
 
     weight: nn.Parameter
     input_amax_history: Tensor | None

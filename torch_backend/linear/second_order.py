@@ -25,10 +25,12 @@ from torch import Tensor
 
 from blockfp.definition import rotation
 from blockfp.formats import Format
+from blockfp.kernels.calls import operand_cast
 from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
 
 from ..ops import dequantize_plans
-from ..torch_internals import DelayedError, current_graph_task
+from ..ops.quantize.quantize_plans import quantize_matrix
+from ..torch_internals import DelayedError, current_graph_task, dispatch_modes
 from .call import Call, bias_gradient, groups_of, keys_of_gradient
 from .delayed import multiplier
 from .operands import Scaling, kept_inputs, quantized
@@ -104,9 +106,13 @@ def plus(d_x: Tensor, carried: Tensor | None) -> Tensor:
 
 def cast_again(ctx: Any, kept: list[Tensor], aligned: bool = False) -> list[Tensor]:
     """Quantizes the saved x columnwise, for a forward that saved its values; returns the parts, `aligned` or not."""
-    recipe = ctx.call.recipe
-    scaling = Scaling(recipe.eps, ctx.input_scale)
+    recipe, scale = ctx.call.recipe, ctx.input_scale
     cast = recipe.input_columnwise
+    if ctx.call.direct and not dispatch_modes():
+        how = operand_cast(None, cast, recipe.eps, given=None if scale is None else "multiplier", aligned=(False, aligned))
+        parts = quantize_matrix(kept[0], how, None, scale)
+        return parts if scale is None else parts[:-1]
+    scaling = Scaling(recipe.eps, scale)
     column = quantized(kept[0], "input", HIGH_PRECISION, cast, scaling, aligned=(False, aligned))[1]
     assert column is not None
     return list(column.parts)

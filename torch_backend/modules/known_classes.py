@@ -189,11 +189,13 @@ FUNCTIONS = F.gelu, F.silu, F.relu
 """torch's activation functions at import, before anyone patches them."""
 
 
-def watched(module: nn.Module) -> bool:
-    """Returns whether hooks (the module's or global ones) or an assigned forward observe a module's calls."""
-    own = (
-        *(module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks),
-        *(hooks_of_all._global_forward_hooks, hooks_of_all._global_forward_pre_hooks),
-        *(hooks_of_all._global_backward_hooks, hooks_of_all._global_backward_pre_hooks),
-    )
-    return any(own) or "forward" in vars(module)
+def watched(*modules: nn.Module) -> bool:
+    """Returns whether hooks (a module's or global ones) or an assigned forward observe calls of any of these modules."""
+    for module in modules:
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+            return True
+        if "forward" in module.__dict__:
+            return True
+    of_all = hooks_of_all
+    before, after = of_all._global_forward_pre_hooks, of_all._global_forward_hooks
+    return bool(before or after or of_all._global_backward_hooks or of_all._global_backward_pre_hooks)

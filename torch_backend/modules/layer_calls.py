@@ -13,9 +13,9 @@ from blockfp.kernels.switch import once
 
 from ..linear.linear import apply
 from ..linear.prologue import activation, takes
+from ..linear.shared_casts import SharedCasts
 from ..linear.tensor_parallel.pieces import in_pieces
 from ..ops.layer.activations import Gating
-from ..ops.quantize.shared_casts import SharedCasts
 from .known_classes import LINEAR, Derived, DoesNotFit, SharedInput, check_own_forward, derive, forward_of, watched
 from .linear import Linear
 from .quantized_layer import QuantizedLayer
@@ -65,11 +65,14 @@ def sharing(layers: Sequence[nn.Module | None]) -> AbstractContextManager[None]:
     """Lets layers share casts within `with`, unless hooks observe one or another class or forward replaced it."""
     if torch.compiler.is_compiling():
         return NOTHING
-    readers = [layer for layer in layers if isinstance(layer, QuantizedLayer) and type(layer).forward is QUANTIZED]
-    for layer in readers:
-        if watched(layer) or (layer.made_of is not None and layer.made_of.forward is not LINEAR):
+    readers: list[QuantizedLayer] = []
+    for layer in layers:
+        if not isinstance(layer, QuantizedLayer) or type(layer).forward is not QUANTIZED:
             return NOTHING
-    return SharedCasts(readers) if len(readers) == len(layers) else NOTHING
+        if layer.made_of is not None and layer.made_of.forward is not LINEAR:
+            return NOTHING
+        readers.append(layer)
+    return NOTHING if watched(*readers) else SharedCasts(readers)
 
 
 class SharesInput(Derived, nn.Module):
@@ -80,10 +83,10 @@ class SharesInput(Derived, nn.Module):
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         forward, children = self.made_of.forward, self._modules
-        others = (child for name, child in children.items() if child is not None and name not in self.readers)
-        if forward is not self.known or any(watched(child) for child in others):
+        others = [child for name, child in children.items() if child is not None and name not in self.readers]
+        if forward is not self.known or watched(*others):
             return forward(self, *inputs, **options)
-        with sharing([children.get(name) for name in self.readers]):
+        with sharing(list(map(children.get, self.readers))):
             return forward(self, *inputs, **options)
 
 

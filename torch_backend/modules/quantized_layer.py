@@ -14,7 +14,7 @@ from blockfp.formats import Format
 from blockfp.recipes import Compute, Recipe, RecipeName
 
 from ..linear.linear import apply
-from ..ops.quantize.shared_casts import running
+from ..linear.shared_casts import running
 from ..quantized_tensor import sharding
 from ..quantized_tensor.quantize import quantize
 from ..quantized_tensor.sharding import from_local
@@ -134,9 +134,10 @@ class QuantizedLayer(InParts, StatefulLayer):
             )
         if not plain and sharding.mesh_of(x) is not None:
             raise ValueError("x is a DTensor, but the layer isn't sharded: parallelize it over x's mesh, or pass x.to_local()")
-        recipe, state = self.linear_recipe, self.state() if self.stateful or self.observed is not None else None
         shared = running.casts
         casts = shared.of(self, x) if plain and shared is not None else None
+        recipe = self.linear_recipe
+        state = self.state(alone=casts is None) if self.stateful or self.observed is not None else None
         return apply(x, weight, bias, recipe, state=state, counts=counts, offs=offs, transposed=self.transposed, casts=casts)
 
     @torch.no_grad()

@@ -17,6 +17,7 @@ from blockfp.files.names import LAYER_BUFFERS
 from blockfp.recipes import Compute, Recipe, RecipeName
 
 from ..linear.delayed import update_layers
+from ..linear.joint import part_all
 from ..linear.linear import LinearState
 from ..linear.pipelines import keep_state
 from ..linear.scale_watch import RecipeLayer, note_sharded, unwatch, watch
@@ -37,7 +38,6 @@ class StatefulLayer(RecipeLayer):
         known_scale: the input's scale if `has_scales`; any other tensor isn't known to be above 0.
         stateful: whether the recipe keeps state in buffers.
         data_rank: this rank's index in the mesh of `fully_shard`, if the layer draws random bits; else 0.
-        written: whether a weight that FSDP2 shards was written in place since the layer last looked (`CastWeight`).
         keyed_by_unit: whether `rng_key` belongs to a unit of the batch (`Reproducible`), so that no rank is folded in.
     """
 
@@ -61,6 +61,7 @@ class StatefulLayer(RecipeLayer):
         # Recomputed: a pickle of another version may lack it.
         self.linear_recipe = recipes.for_linear(self.recipe, self.compute)
         self.recorded, self.written = False, [False]
+        self.joint, self.apart = None, False
         self.look_for_scales()
         self.announce()
         if self._stochastic:
@@ -117,6 +118,8 @@ class StatefulLayer(RecipeLayer):
         kept = {name: self._buffers.get(name) for name in chain(*LAYER_BUFFERS)}
         if (before.delayed, _elements(before)) != (after.delayed, _elements(after)):
             kept = {name: kept[name] for name in ("rng_key", "step")}
+        if self.joint is not None:
+            self.joint.dissolve()
         self.recipe, self.linear_recipe = recipe, after
         self.set_buffers(device)
         for name, buffer in kept.items():
@@ -156,13 +159,17 @@ class StatefulLayer(RecipeLayer):
         for buffer in self.buffers(recurse=False):
             mark_static_address(buffer)
 
-    def state(self) -> LinearState:
-        """Returns the buffers as `linear` takes them."""
+    def state(self, *, alone: bool = True) -> LinearState:
+        """Returns the buffers as `linear` takes them, for a call together with the layers of its joint or `alone`."""
         # Attribute access costs a Python call per buffer.
         buffers: Any = self._buffers
         delayed = buffers["input_scale"] is not None
         compiled = delayed and torch.compiler.is_compiling()
-        if delayed and not compiled:
+        if compiled:
+            part_all()
+        elif delayed:
+            if alone and self.joint is not None and torch.is_grad_enabled():
+                self.joint.part()
             own: Any = self._parameters
             weight = own["weight"] if "weight" in own else self.held_weight()
             written = weight._noted if type(weight) is CastWeight else self.written
@@ -178,7 +185,8 @@ class StatefulLayer(RecipeLayer):
         rank = 0 if key is None or self.keyed_by_unit else data_rank(self.data_rank)
         history, gradient_history = buffers["input_amax_history"], buffers["gradient_amax_history"]
         scale, gradient_scale = buffers["input_scale"], buffers["gradient_scale"]
-        known = delayed and (self.has_scales if compiled else scale is self.known_scale)
+        # A compiler's guard on `joint`, which is None by now, makes it come back for layers that eager code joins later.
+        known = delayed and (self.joint is None and self.has_scales if compiled else scale is self.known_scale)
         return LinearState(history, scale, gradient_history, gradient_scale, key, buffers["step"], rank, self.observed, known)
 
     def note_updated(self) -> None:

@@ -328,16 +328,16 @@ def _turner(codes, dtype, device, grid, scale_dtype, format, columns) -> Callabl
 
 
 def gradient_keys(
-    key: Array, step: Array | None, rank: int, groups: int, *, advance: bool = False, single: bool = False
+    run: Any, key: Array, step: Array | None, rank: int, groups: int, *, advance: bool = False, single: bool = False
 ) -> Array:
     """Folds the step, the rank (unless negative), each direction and each of `groups` (unless negative) into a key.
 
-    The key is int32 or int64 [2], the result int32 [groups or 1, 2, 2]; [2, 2] of a `single` one. `advance` raises the step
-    afterwards, in the same launch.
+    `run` is the library's `fold_keys`. The key is int32 or int64 [2], the result int32 [groups or 1, 2, 2]; [2, 2] of a
+    `single` one. `advance` raises the step afterwards, in the same launch.
     """
     if step is not None and step.device != key.device:
         check_beside(key, "key", step=step)
     shape, strides = ((2, 2), (2, 1)) if single else ((1 if groups < 0 else groups, 2, 2), (4, 2, 1))
     out = torch.empty_strided(shape, strides, dtype=torch.int32, device=key.device)
-    library().fold_keys(key.contiguous(), step, rank, groups, advance, out)
+    run(key.contiguous(), step, rank, groups, advance, out)
     return out

@@ -33,6 +33,18 @@ _kernels: dict[torch.device, Any] = switch.plans()
 """What `kernels_for` found for each device."""
 
 
+functions: dict[tuple[str, torch.device], Any] = switch.plans()
+"""Functions of the CUDA library by name and device, None for other devices: looking one up enters no Python function."""
+
+
+def function_for(name: str, x: Tensor) -> Any:
+    """Returns the CUDA library's function of this name, or None if kernels don't run on x's device; keeps it in `functions`."""
+    if type(x) is FakeTensor:
+        return None
+    by_kernel = x.is_cuda and kernels_for(x) is cuda
+    return switch.kept(functions, (name, x.device), getattr(cuda.library(), name) if by_kernel else None)
+
+
 def transpose(codes: Tensor, scales: Tensor, format: Format, *, columns: int) -> tuple[Tensor, Tensor]:
     """Returns codes and scales of the transposed matrix, possibly as views; see `numerics.transpose`."""
     if kernels_for(codes) is cuda:

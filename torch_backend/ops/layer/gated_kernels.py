@@ -35,7 +35,9 @@ def plan_of(gate: Tensor, up: Tensor | None, activation: str, layout: str, cast:
 
 def lies_aligned(gate: Tensor, up: Tensor | None) -> bool:
     """Says whether gate and up begin on multiples of 16 bytes, and hold their own values (torch's negative bit)."""
-    return all(one is None or not (one.data_ptr() % 16 or one.is_neg()) for one in (gate, up))
+    if gate.data_ptr() % 16 or gate.is_neg():
+        return False
+    return up is None or not (up.data_ptr() % 16 or up.is_neg())
 
 
 def made_of(gate: Tensor, up: Tensor | None, activation: str, layout: str) -> Tensor | None:
@@ -88,7 +90,9 @@ def _takes(gate: Tensor, up: Tensor | None, pairs: bool) -> bool:
         return False
     lines = rows > 1
     step = 2 if pairs else 1
-    return all(one is None or (one.stride(1) == step and not (lines and one.stride(0) % 8)) for one in (gate, up))
+    if gate.stride(1) != step or (lines and gate.stride(0) % 8):
+        return False
+    return up is None or (up.stride(1) == step and not (lines and up.stride(0) % 8))
 
 
 def agrees(gate: Tensor, activation: str, gated: bool) -> bool:

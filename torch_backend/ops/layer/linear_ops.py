@@ -29,7 +29,6 @@ from blockfp.recipes import Recipe
 from ..library import define, fake, impl
 from ..product.products import Matrix, Product, comes_aligned, in_order, product_of
 from ..quantize.quantize_plans import Run, plan_of, quantize_matrix, to_nearest
-from ..quantize.shared_casts import Casts
 
 linear_backward = define(
     "linear_backward(Tensor gradient, Tensor[] x, Tensor? weight, Tensor? scales, Tensor? tensor_scale, Tensor? amax, "
@@ -37,6 +36,9 @@ linear_backward = define(
     "ScalarType dtype, SymInt[] origin, bool x_aligned=False) -> Tensor[]"
 )
 
+
+Casts = dict[Any, list[Tensor]]
+"""The parts of one input, rowwise and columnwise, and with a multiplier its amax, by the options of their cast."""
 
 _recipes: dict[str, Recipe] = {}
 
@@ -153,7 +155,7 @@ def forward(
         casts: the recipe's text.
         keep: whether x is wanted columnwise.
         origin: (row, column) of the weight's first element in the matrix whose blocks are counted.
-        shared: casts of x that other layers made, or will ask for.
+        shared: casts of x that other layers made with an equal multiplier, or will ask for.
         found: the input that a prologue made of x and cast, instead of x.
 
     Returns:
@@ -175,7 +177,7 @@ def forward(
         cast_x = shared.get(cast)
     if cast_x is None:
         cast_x = [] if quantize is None else quantize(x, None, multiplier, None)
-        if shared is not None and multiplier is None:
+        if shared is not None:
             shared[cast] = cast_x
     a, parts = [x] if row is None else cast_x[:count], cast_x[count:]
     del found, cast_x

@@ -15,7 +15,7 @@ from blockfp.definition.rounding import COLUMNWISE, ROWWISE, fold_in, gradient_k
 
 from ...torch_internals import uncounted
 from .. import cuda
-from ..kernels import kernels_for
+from ..kernels import function_for, functions
 from ..library import define, fake, impl, runs_now
 
 _op = define("gradient_keys(Tensor key, Tensor? step, int[] folds, int groups) -> Tensor")
@@ -47,9 +47,12 @@ def gradient_keys(
     count = -1 if groups is None else groups
     if not now and (torch.compiler.is_compiling() or not runs_now(key)):
         keys = _op(key, step, list(folds), count)
-    elif kernels_for(key) is cuda and len(folds) < 2:
-        return cuda.gradient_keys(key, step, folds[0] if folds else -1, count, advance=advance, single=single)
     else:
+        run = functions.get(("fold_keys", key.device), gradient_keys)
+        if run is gradient_keys:
+            run = function_for("fold_keys", key)
+        if run is not None and len(folds) < 2:
+            return cuda.gradient_keys(run, key, step, folds[0] if folds else -1, count, advance=advance, single=single)
         keys = _gradient_keys(key, step, list(folds), count)
     if advance:
         assert step is not None
@@ -59,8 +62,9 @@ def gradient_keys(
 
 @impl(_op)
 def _gradient_keys(key: Tensor, step: Tensor | None, folds: list[int], groups: int) -> Tensor:
-    if kernels_for(key) is cuda and len(folds) < 2:
-        return cuda.gradient_keys(key, step, folds[0] if folds else -1, groups)
+    run = function_for("fold_keys", key)
+    if run is not None and len(folds) < 2:
+        return cuda.gradient_keys(run, key, step, folds[0] if folds else -1, groups)
     # On a CPU, Python integers cost less than a single tensor operation.
     words: Any = tuple(int(word) & 0xFFFFFFFF for word in key) if key.is_cpu else key.to(torch.int32)
     if step is not None:
