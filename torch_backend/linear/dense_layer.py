@@ -19,9 +19,8 @@ from . import prologue
 from .call import Call, Layer, Made, bias_gradient, keys_of_gradient
 from .delayed import multiplier, record
 from .observe import observe_again
-from .operands import Scaling, amax_where_compiled, begins_with_a_block, kept_aligned, quantized
+from .operands import Scaling, amax_where_compiled, begins_with_a_block, kept_aligned, quantized, weight_operand
 from .second_order import cast_again
-from .weight_operands import weight_operand
 
 _VALUES = (None, None, (0, 0))
 

@@ -32,8 +32,7 @@ from ..torch_internals import dispatch_modes
 from .call import Call, Layer, Made, keys_of_gradient
 from .delayed import multiplier, record
 from .observe import observe_operand
-from .operands import apart
-from .weight_operands import weight_operand
+from .operands import apart, weight_operand
 
 
 def counts_of(offs: Tensor, x: Tensor) -> list[int]:

@@ -33,8 +33,7 @@ from ..ops.quantize.quantize_plans import quantize_matrix
 from ..torch_internals import DelayedError, current_graph_task, dispatch_modes
 from .call import Call, bias_gradient, groups_of, keys_of_gradient
 from .delayed import multiplier
-from .operands import Scaling, kept_inputs, quantized
-from .weight_operands import columnwise_weight, weight_operand
+from .operands import Scaling, columnwise_weight, kept_inputs, quantized, weight_operand
 
 
 def values_of(parts: Sequence[Tensor], format: Format | None, columns: int) -> Tensor:

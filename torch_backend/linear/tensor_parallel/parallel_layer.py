@@ -36,8 +36,16 @@ from ...sharded.rank_plan import TensorParallelShard
 from ...sharded.reduce_scatter import tree_reduce
 from ..call import Call, Layer, Made, bias_gradient, groups_of, keys_of_gradient
 from ..delayed import multiplier
-from ..operands import Scaling, gathered_gradient, gathered_input, kept_inputs, quantized, regathered_input
-from ..weight_operands import columnwise_weight, weight_operand
+from ..operands import (
+    Scaling,
+    columnwise_weight,
+    gathered_gradient,
+    gathered_input,
+    kept_inputs,
+    quantized,
+    regathered_input,
+    weight_operand,
+)
 from . import outputs, pieces
 from .parallel import Parallel
 
