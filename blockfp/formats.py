@@ -249,7 +249,7 @@ class Format(_Known):
         if name not in _FORMATS:
             import difflib
 
-            near = difflib.get_close_matches(name[:100], _FORMATS, n=3, cutoff=0.4)
+            near = difflib.get_close_matches(name[:100].lower(), _FORMATS, n=3, cutoff=0.4)
             hint = f"did you mean {' or '.join(repr(n) for n in near)}?" if near else "see blockfp.formats.NAMES"
             raise ValueError(f"format {name!r} is not known; {hint}")
         return _FORMATS[name]

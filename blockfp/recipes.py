@@ -241,7 +241,7 @@ def parse(recipe: Recipe | str) -> Recipe:
     if recipe not in RECIPES:
         import difflib
 
-        near = difflib.get_close_matches(recipe[:100], RECIPES, n=2)
+        near = difflib.get_close_matches(recipe[:100].lower(), RECIPES, n=2)
         choose = f"did you mean {' or '.join(map(repr, near))}? Or choose" if near else "choose"
         hint = ""
         if recipe in NAMES:

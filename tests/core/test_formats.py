@@ -50,6 +50,8 @@ def test_a_name_is_an_identity(format):
 def test_unknown_names():
     with pytest.raises(ValueError, match="did you mean 'mxfp8_e4m3'"):
         Format.parse("mxfp8_e4m4")
+    with pytest.raises(ValueError, match="did you mean 'mxfp8_e4m3'"):
+        Format.parse("MXFP8_E4M3")
     with pytest.raises(ValueError, match=r"blockfp\.formats\.NAMES"):
         Format.parse("?")
     with pytest.raises(TypeError, match="int: 8"):

@@ -318,6 +318,8 @@ def test_a_misspelt_recipe_is_told_its_neighbours():
         ValueError, match=r"recipe 'mxpf8' is not known; did you mean 'mxfp8'( or '\w+')?\? Or choose one of fp8_"
     ):
         recipes.parse("mxpf8")
+    with pytest.raises(ValueError, match="did you mean 'mxfp8'"):
+        recipes.parse("MXFP8")
     with pytest.raises(ValueError, match="recipe 'int4' is not known; choose one of fp8_delayed"):
         recipes.parse("int4")
 

@@ -87,6 +87,12 @@ def tied():
     ("model", "recipe", "error", "message"),
     [
         (nn.GELU(), "mxfp8", ValueError, "no torch.nn.Linear"),
+        (
+            nn.Sequential(bfp.Linear(32, 32, recipe="mxfp8")),
+            "nvfp4",
+            ValueError,
+            r"; quantized already \(set_recipe changes recipes\): 0$",
+        ),
         (Model(), "mxfp9", ValueError, "mxfp9"),
         (Model(), lambda path: None, ValueError, "exclude all"),
         (tied(), "mxfp8", ValueError, "to convert, .*: head shares its weight with embedding.weight"),

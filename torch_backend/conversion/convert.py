@@ -110,6 +110,10 @@ def convert(
     chosen = {layer: one for layer, one in chosen.items() if one.path not in tied}
     if not chosen:
         left = f": {', '.join(tied)} shares its weight with {', '.join(tied.values())}" if tied else ""
+        converted = [path for path, module in model.named_modules() if isinstance(module, Made)]
+        if converted and not left:
+            more = ", .." * (len(converted) > 3)
+            left = f"; quantized already (set_recipe changes recipes): {', '.join(converted[:3])}{more}"
         raise ValueError(f"model holds no torch.nn.Linear to convert, or filter_fn and recipe exclude all of them{left}")
     for layer, one in chosen.items():
         check_layer(one.path, layer, one.kind)
