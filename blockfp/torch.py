@@ -24,8 +24,7 @@ from .torch_backend.linear.boundary_codes import keep_codes
 from .torch_backend.linear.delayed import update_scales, update_scales_after
 from .torch_backend.linear.grouped_mm import grouped_mm
 from .torch_backend.linear.linear import LinearState, linear
-from .torch_backend.linear.observe import Observation, Observed, observe
-from .torch_backend.linear.oscillations import Oscillation
+from .torch_backend.linear.observe import Observation, Observed, Oscillation, observe
 from .torch_backend.linear.recompute import keep_products
 from .torch_backend.modules.blocks import LayerNormLinear, LayerNormMLP, TransformerLayer
 from .torch_backend.modules.experts import GroupedProduct

@@ -28,7 +28,8 @@ from blockfp.recipes import Recipe
 
 from ..library import define, fake, impl
 from ..product.products import Matrix, Product, comes_aligned, in_order, product_of
-from ..quantize.quantize_plans import Run, plan_of, quantize_matrix, to_nearest
+from ..quantize.cuda_reader import Read
+from ..quantize.quantize_plans import plan_of, quantize_matrix, to_nearest
 
 linear_backward = define(
     "linear_backward(Tensor gradient, Tensor[] x, Tensor? weight, Tensor? scales, Tensor? tensor_scale, Tensor? amax, "
@@ -69,7 +70,7 @@ class _Forward(NamedTuple):
         multiply: the product, which the first operands of their kind say how to plan.
     """
 
-    quantize: Run | None
+    quantize: Read | None
     row: Format | None
     count: int
     aligned: bool
@@ -95,7 +96,7 @@ class _Backward(NamedTuple):
         multiply_columns, multiply_rows: wgrad and dgrad, planned like `_Forward.multiply`.
     """
 
-    quantize: Run | None
+    quantize: Read | None
     row: Format | None
     column: Format | None
     count: int

@@ -25,16 +25,15 @@ from ..kernels import kernels_for
 from ..library import name_of
 from ..product.matrix import mark, marker
 from .cuda_layouts import align_plans, aligned_behind
-from .cuda_reader import Read as Run
-from .cuda_reader import reader
+from .cuda_reader import Read, reader
 
-_plans: dict[Any, Run] = switch.plans()
+_plans: dict[Any, Read] = switch.plans()
 
 
 def quantize_matrix(
     x: Tensor, cast: OperandCast, amax: Tensor | None = None, multiplier: Tensor | None = None, keys: Tensor | None = None
 ) -> list[Tensor]:
-    """Quantizes x [.., rows, columns] by the plan of its kind; `Run` says what is given and returned."""
+    """Quantizes x [.., rows, columns] by the plan of its kind; `Read` says what is given and returned."""
     key = (cast, x.shape, x.stride(), x.dtype, x.device)
     run = _plans.get(key)
     if run is None:
@@ -48,7 +47,7 @@ def to_nearest(row: Format | None, column: Format | None = None) -> OperandCast:
     return OperandCast(row, column)
 
 
-def plan_of(x: Tensor, cast: OperandCast, *, one_scale: bool = False) -> Run:
+def plan_of(x: Tensor, cast: OperandCast, *, one_scale: bool = False) -> Read:
     """Makes the plan for matrices that lie as x does; raises TypeError or ValueError where there is none.
 
     With `one_scale` both directions share the scale of the whole: no op's results may.
@@ -81,7 +80,7 @@ def of_format(cast: OperandCast) -> OperandCast:
     return cast._replace(given=given, eps=eps_for(format, cast.eps))
 
 
-def _cuda_plan(x: Tensor, cast: OperandCast, one_scale: bool = False) -> Run:
+def _cuda_plan(x: Tensor, cast: OperandCast, one_scale: bool = False) -> Read:
     """One call where both directions share a format and a way of rounding, otherwise one for each."""
     if cast.rotates and cast.column is not None and not cuda_rotates(cast.column):
         return _rotated_apart(x, cast)
@@ -107,7 +106,7 @@ def _cuda_plan(x: Tensor, cast: OperandCast, one_scale: bool = False) -> Run:
     return run
 
 
-def _rotated_apart(x: Tensor, cast: OperandCast) -> Run:
+def _rotated_apart(x: Tensor, cast: OperandCast) -> Read:
     """The columns of a format that the kernels don't rotate are rotated by array operations, and quantized as rows."""
     if cast.given == "multiplier":
         raise ValueError(f"a rotated operand in {cast.column} has another amax than the one that its scale was made of")
@@ -128,7 +127,7 @@ def _rotated_apart(x: Tensor, cast: OperandCast) -> Run:
 # ---- the CPU kernels
 
 
-def _cpu_plan(x: Tensor, cast: OperandCast) -> Run:
+def _cpu_plan(x: Tensor, cast: OperandCast) -> Read:
     """One direction after the other; square blocks that are rounded to nearest are turned instead."""
     library, dtype, row, column = native.library(), name_of(x.dtype), cast.row, cast.column
     contiguous, marked, size = x.is_contiguous(), x.numel() > 0, x.element_size()
@@ -183,7 +182,7 @@ def _cpu_plan(x: Tensor, cast: OperandCast) -> Run:
 # ---- the definition, and on a GPU formats that its kernels don't have
 
 
-def _definition_plan(cast: OperandCast) -> Run:
+def _definition_plan(cast: OperandCast) -> Read:
     row, column, _, random, rotate, eps, _ = cast
 
     def run(x: Tensor, amax: Tensor | None, multiplier: Tensor | None, keys: Tensor | None) -> list[Tensor]:
