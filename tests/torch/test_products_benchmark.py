@@ -1,4 +1,4 @@
-"""benchmarks/products.py and benchmarks/weight_sync_gpu.py, with small operands on this CPU."""
+"""benchmarks/products.py, te_gpu.py and weight_sync_gpu.py, with small operands on this CPU."""
 
 import sys
 from pathlib import Path
@@ -9,9 +9,12 @@ from arrays import values
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import argparse
+import importlib.util
+import json
 
 import gloo
 import products as benchmark
+import te_gpu
 
 import blockfp.torch as bfp
 
@@ -76,3 +79,26 @@ def _rows(rank):
 
 def test_every_contender_runs():
     gloo.run(2, __file__, "_rows")
+
+
+def test_transformer_engine_is_left_out_with_a_note(tmp_path, capsys):
+    if importlib.util.find_spec("transformer_engine") is not None:
+        pytest.skip("TransformerEngine is installed")
+    record = tmp_path / "te.json"
+    te_gpu.main(
+        [*["--tiny", "--device", "cpu", "--rounds", "1", "--steps", "1", "--recipes", "fp8_delayed", "--json"], str(record)]
+    )
+    found = json.loads(record.read_text())
+    assert found["about"]["note"] == te_gpu.NOTE
+    assert te_gpu.NOTE in capsys.readouterr().out
+    assert list(found["results"]) == ["blockfp"]
+    assert list(found["results"]["blockfp"]) == list(te_gpu.CASES)
+    assert all(list(case) == ["bf16", "fp8_delayed"] for case in found["results"]["blockfp"].values())
+
+
+@pytest.mark.parametrize("case", te_gpu.CASES)
+def test_contenders_have_the_same_parameters(case):
+    shape, where = te_gpu.TINY[case], {"device": "cpu", "dtype": torch.bfloat16}
+    models = te_gpu.plain(case, shape, where), te_gpu.ours(case, shape, "fp8_block", where)
+    plain, ours = (sum(param.numel() for param in model.parameters()) for model in models)
+    assert plain == ours

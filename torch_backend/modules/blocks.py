@@ -129,6 +129,9 @@ class LayerNormLinear(nn.Module):
 class TransformerLayer(nn.Module):
     """Pre-norm transformer layer: returns h + mlp(norm(h)) for h = x + attention(norm(x)).
 
+    Attention is torch's `scaled_dot_product_attention` in the layer's dtype, by the kernels that PyTorch chooses;
+    `torch.nn.attention.sdpa_kernel` around the call chooses others.
+
     Args:
         features: length of x's last axis.
         ffn_features: length of the axis between the MLP's layers.
