@@ -197,16 +197,18 @@ def played_rows(ends, tokens):
     return jnp.asarray(ends, jnp.int32)
 
 
-def played_quantize(x, words, keys, multiplier, *, format, count, eps, rows, columns, keyed=(False, False), rotate=False):
+def played_quantize(x, words, keys, multiplier, cast, count):
+    format = cast.format
+
     def on_host(columnwise):
         def run(x, ends, keys, multiplier):
             x, ends = np.asarray(x), [int(end) for end in ends]
-            options = {"keys": np.asarray(keys)[:, int(columnwise)].astype(np.int64)} if keyed[columnwise] else {}
-            if rotate and columnwise:
+            options = {"keys": np.asarray(keys)[:, int(columnwise)].astype(np.int64)} if cast.random[columnwise] else {}
+            if cast.rotate and columnwise:
                 options["turn"] = rotation.rotate
             if multiplier is not None:
                 options["multiplier"] = np.asarray(multiplier).reshape(1, 1)
-            parts = groups.quantize_groups(x, ends, format, columnwise=columnwise, eps=eps, **options)
+            parts = groups.quantize_groups(x, ends, format, columnwise=columnwise, eps=cast.eps, **options)
             last = list(groups.groups_of(ends, x.shape[0]))[-1]
             codes, scales, tensor_scale = (None if part is None else np.array(part) for part in parts)
             nan = np.nan if scales.dtype == np.float32 else 0xFF
@@ -231,7 +233,7 @@ def played_quantize(x, words, keys, multiplier, *, format, count, eps, rows, col
         parts = jax.pure_callback(run, like, x, words, keys, multiplier)
         return Quantized(*parts, *[None] * (3 - len(parts)))
 
-    return on_host(False) if rows else None, on_host(True) if columns else None
+    return on_host(False) if cast.row else None, on_host(True) if cast.column else None
 
 
 def played_align(x, format, columns, *, turned=False):

@@ -179,7 +179,7 @@ def test_the_cuda_kernels_take_tensors_of_one_gpu(monkeypatch):
             ("multiplier", "x", lambda: read(first, None, second)),
             ("amax", "x", lambda: of_amax(first, words)),
             ("scales", "x", lambda: cuda.encode(first, "fp8_e4m3_128x128", second)),
-            ("step", "key", lambda: cuda.gradient_keys(codes, second, 0, -1)),
+            ("step", "key", lambda: cuda.gradient_keys(None, codes, second, 0, -1)),
         ):
             with pytest.raises(ValueError, match=rf"^{name} is on cuda:1 and {beside} on cuda:0: pass {name}\.to\({beside}"):
                 call()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..torch_internals import assume_constant_result, dispatch_modes, functorch_is_active
+from ..torch_internals import assume_constant_result, dispatch_modes, functorch_is_active, version_of
 
 if TYPE_CHECKING:
     from .scale_watch import RecipeLayer
@@ -47,7 +47,7 @@ class Joint:
             buffers = {} if layer is None else layer._buffers
             if buffers.get("input_amax_history") is not history or buffers.get("input_scale") is not scale:
                 return False
-            if history._version != recorded or scale._version != updated:
+            if version_of(history) != recorded or version_of(scale) != updated:
                 return False
         return bool(self.known)
 
@@ -73,7 +73,7 @@ class Joint:
     def note(self) -> None:
         """Notes the layers' buffers, which are equal now."""
         states = [_state(member()) for member in self.members]
-        self.known = [(history, history._version, scale, scale._version) for history, scale in states]
+        self.known = [(history, version_of(history), scale, version_of(scale)) for history, scale in states]
 
     def doubt(self) -> None:
         """Makes the next reader compare values; in a CUDA graph's capture, whose replays aren't seen, parts the layers."""
