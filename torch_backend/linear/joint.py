@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..torch_internals import assume_constant_result, dispatch_modes, functorch_is_active, version_of
-
-if TYPE_CHECKING:
-    from .scale_watch import RecipeLayer
 
 
 class Joint:
@@ -29,7 +26,7 @@ class Joint:
 
     __slots__ = ("__weakref__", "known", "members")
 
-    def __init__(self, layers: Sequence[RecipeLayer]):
+    def __init__(self, layers: Sequence[nn.Module]):
         self.members = tuple(map(weakref.ref, layers))
         self.known: list[tuple[Tensor, int, Tensor, int]] = []
         for layer in layers:
