@@ -23,7 +23,7 @@ from turns import milliseconds, write_record
 
 from blockfp.formats import Format
 from blockfp.kernels import cuda_library
-from blockfp.kernels.calls import OperandCast
+from blockfp.kernels.operand_cast import OperandCast
 
 FORMATS = ("fp8_e4m3", "fp8_e4m3_1x128", "mxfp8_e4m3", "mxfp6_e3m2", "mxfp4_e2m1", "nvfp4")
 STEPS, WARM = 20, 3

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from ..definition import bits, checks, groups, layout
 from ..definition.matrix_units import SUMMATIONS, Summation
 from ..definition.products import Side
-from ..definition.recipe import Cast
 from ..formats import Format
+from .operand_cast import OperandCast
 
 # The numbers of kernels/include/blockfp/elements.h, scales.h and dtypes.h.
 ELEMENTS = {name: index for index, name in enumerate(("e4m3", "e5m2", "e3m2", "e2m3", "e2m1", "int8"))}
@@ -24,9 +24,6 @@ DTYPE_NUMBERS = {name: index for index, name in enumerate(bits.FLOAT_DTYPES)}
 
 ACTIVATIONS = {name: index for index, name in enumerate(("silu", "gelu_tanh", "gelu", "relu2"))}
 """Activations before a layer, as the CUDA library numbers them (`Activation` of kernels/cuda/arguments.h)."""
-_MADE = {("e4m3", None), ("e4m3", 128), ("e4m3", 32), ("e3m2", 32), ("e2m1", 32), ("e2m1", 16)}
-"""Elements and lengths of 1-D blocks, None for the whole tensor (kMadeBlock in kernels/cuda/quantize/sources.cuh)."""
-
 _FORMAT = ("element", "block_rows", "block_columns", "rule")
 _LIMITS = ("measure", "eps_bits", "largest_bits", "rotate_t")
 _PLACE = ("row", "column", "rows", "columns")
@@ -82,10 +79,6 @@ has under the name of one of the CUDA library."""
 
 Array = tuple[tuple[int, ...], str]
 """Shape and dtype."""
-Pair = tuple[bool, bool]
-"""Something of both directions, rowwise and columnwise."""
-Given = Literal["amax", "multiplier"] | None
-NEITHER: Pair = (False, False)
 
 
 class Call(NamedTuple):
@@ -102,105 +95,11 @@ class Call(NamedTuple):
     numbers: dict[str, Any]
 
 
-class OperandCast(NamedTuple):
-    """The way in which an operand is quantized.
-
-    Attributes:
-        row, column: formats of the directions, None for one that isn't wanted.
-        given: what scales of whole tensors are made of, None where their amax is measured.
-        random: which directions are rounded stochastically.
-        rotate: whether the random Hadamard transform comes before the columnwise direction.
-        eps: lifts amaxes.
-        aligned: which directions come aligned: MX codes with a scale for 128 elements (`align`).
-    """
-
-    row: Format | None = None
-    column: Format | None = None
-    given: Given = None
-    random: Pair = NEITHER
-    rotate: bool = False
-    eps: float = 0.0
-    aligned: Pair = NEITHER
-
-    @property
-    def format(self) -> Format:
-        """The format of a cast that has one."""
-        format = self.row or self.column
-        assert format is not None
-        return format
-
-    @property
-    def directions(self) -> tuple[OperandCast, OperandCast]:
-        """The cast along the rows and the one along the columns, alone."""
-        (row, column), (rows, columns) = self.random, self.aligned
-        by_row = self._replace(column=None, random=(row, False), rotate=False, aligned=(rows, False))
-        return by_row, self._replace(row=None, random=(False, column), aligned=(False, columns))
-
-    @property
-    def rotates(self) -> bool:
-        """True where the columnwise direction is wanted, and rotated."""
-        return self.rotate and self.column is not None
-
-    @property
-    def measures(self) -> bool:
-        """True where the amax of the whole has to be found first."""
-        return self.given is None and self.format.has_tensor_scale
-
-    def one_pass(self, *, stored: bool = True) -> bool:
-        """Says whether a kernel quantizes straight to aligned codes; `stored`: whether columns may stay those of the format."""
-        row, column = self.row is not None, self.column is not None
-        rows, columns = row and self.aligned[0], column and self.aligned[1]
-        apart = (row and self.random[0]) or (column and (self.random[1] or self.rotate))
-        return (rows or columns) and rows == row and (stored or columns == column) and not (self.format.square or apart)
-
-    def of_made(self, rows: int, columns: int) -> bool:
-        """Says whether kernels that make their operand [rows, columns] have this cast."""
-        format = self.format
-        if (self.rotates and not cuda_rotates(format)) or (self.row is not None and self.column not in (None, self.row)):
-            return False
-        tall, length = format.block or (1, None)
-        if any(self.random) or format.scale.four_over_six or tall != 1 or (format.element.name, length) not in _MADE:
-            return False
-        whole = 8 if self.one_pass(stored=False) else 32 if format.element.bits == 4 else 16
-        return not (rows % whole if self.column is not None or whole == 8 else columns % (length or 1))
-
-
-def given_of(amax: Any, multiplier: Any) -> Given:
-    """Returns which of an amax and a multiplier is given, of which a multiplier counts."""
-    return "multiplier" if multiplier is not None else None if amax is None else "amax"
-
-
-def operand_cast(
-    row: Cast | None,
-    column: Cast | None,
-    eps: float,
-    *,
-    given: Given = None,
-    keyed: bool = False,
-    aligned: Pair = NEITHER,
-) -> OperandCast:
-    """Describes a recipe's casts of an operand; a direction without cast or format isn't wanted.
-
-    `keyed` says whether there are random keys, without which stochastic casts round to nearest.
-    """
-    row = None if row is None or row.format is None else row
-    column = None if column is None or column.format is None else column
-    random = (keyed and row is not None and row.stochastic, keyed and column is not None and column.stochastic)
-    rotate, aligned = column is not None and column.rotate, (aligned[0] and row is not None, aligned[1] and column is not None)
-    formats = (None if row is None else row.format, None if column is None else column.format)
-    return OperandCast(*formats, given, random, rotate, eps, aligned)
-
-
 @cache
 def format_numbers(format: Format) -> tuple[int, int, int, int]:
     """The format as the libraries take it: element, block rows, block columns (0, 0 for the whole tensor), scale rule."""
     rows, columns = format.block or (0, 0)
     return ELEMENTS[format.element.name], rows, columns, RULES[format.scale.name]
-
-
-def cuda_rotates(format: Format) -> bool:
-    """Returns True for a format whose CUDA kernels rotate its columns; for others array operations do, before the kernel."""
-    return format.scale.two_level and not format.scale.four_over_six and not format.square
 
 
 def largest_multiplier(format: Format, eps: float, nominal: str) -> int:

@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import Literal, TypeVar
 
 from ..formats import FORMATS, WHOLE_ROW, Format, block_name
-from .calls import cuda_rotates
+from .operand_cast import cuda_rotates
 
 Mode = Literal["tensor", "block", "mx", "nvfp4", "aligned", "dequantize", "plain"]
 Platform = Literal["cpu", "cuda"]

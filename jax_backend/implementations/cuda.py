@@ -20,7 +20,8 @@ from blockfp.definition.numerics import Amax, Quantized
 from blockfp.definition.rotation import rotate as rotated
 from blockfp.formats import Format
 from blockfp.kernels import calls, cuda_library
-from blockfp.kernels.calls import PARTS, PARTS_T, STORED_T, Call, OperandCast, cuda_rotates
+from blockfp.kernels.calls import PARTS, PARTS_T, STORED_T, Call
+from blockfp.kernels.operand_cast import OperandCast, cuda_rotates
 from blockfp.kernels.products import Plan, plan, plan_values
 from blockfp.kernels.switch import once
 

@@ -20,7 +20,7 @@ from blockfp.definition.recoding import keeps_codes, value_dtype
 from blockfp.definition.rounding import COLUMNWISE, ROWWISE
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
-from blockfp.kernels.calls import cuda_rotates, given_of, operand_cast
+from blockfp.kernels.operand_cast import cuda_rotates, given_of, operand_cast
 from blockfp.recipes import HIGH_PRECISION, Cast
 
 from ..arrays.array import QuantizedArray

@@ -15,7 +15,8 @@ from blockfp.definition.rotation import rotate
 from blockfp.definition.rounding import COLUMNWISE, ROWWISE, gradient_key
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
-from blockfp.kernels.calls import ACTIVATIONS, OperandCast, given_of, operand_cast
+from blockfp.kernels.calls import ACTIVATIONS
+from blockfp.kernels.operand_cast import OperandCast, given_of, operand_cast
 from blockfp.recipes import Cast, Recipe
 from blockfp.sharding import plans
 

@@ -17,7 +17,7 @@ from blockfp.torch_backend.ops.quantize.quantize_plans import quantize_matrix
 import blockfp.torch as bfp
 from blockfp.formats import FORMATS, Format
 from blockfp.kernels import cuda_library
-from blockfp.kernels.calls import OperandCast
+from blockfp.kernels.operand_cast import OperandCast
 from blockfp.kernels.products import plan_values
 
 

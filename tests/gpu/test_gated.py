@@ -16,7 +16,7 @@ from same_tensors import assert_same
 import blockfp.torch as bfp
 from blockfp import recipes
 from blockfp.formats import Format
-from blockfp.kernels.calls import OperandCast, given_of
+from blockfp.kernels.operand_cast import OperandCast, given_of
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2")
 LAYOUTS = ("alone", "apart", "halves", "pairs")

@@ -17,7 +17,7 @@ from blockfp import formats, recipes
 from blockfp.definition import groups, rotation
 from blockfp.definition.numerics import Quantized
 from blockfp.kernels import cuda_library
-from blockfp.kernels.calls import OperandCast
+from blockfp.kernels.operand_cast import OperandCast
 
 COUNTS = (5, 0, 130, 128, 257, 0, 1, 40)
 # test_linear.py has fp8_row. The groups' kernels rotate NVFP4 alone, and choose no scales.

@@ -7,7 +7,7 @@ from blockfp.torch_backend.ops.quantize.quantize_plans import quantize_matrix
 from cuda_arrays import capture
 
 from blockfp.formats import FORMATS, Format
-from blockfp.kernels.calls import OperandCast, given_of
+from blockfp.kernels.operand_cast import OperandCast, given_of
 
 # Tiles put in order, rows alone, ragged ends, less than a block.
 SHAPES = ((256, 384), (160, 256), (77, 130), (1, 16))

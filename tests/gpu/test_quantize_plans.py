@@ -17,7 +17,7 @@ import blockfp.torch as bfp
 from blockfp.definition import numerics
 from blockfp.formats import FORMATS, Format
 from blockfp.kernels import cuda_library, switch
-from blockfp.kernels.calls import OperandCast, given_of
+from blockfp.kernels.operand_cast import OperandCast, given_of
 
 SHAPES = ((160, 256), (77, 130), (1, 16))
 

@@ -16,8 +16,9 @@ from blockfp import recipes
 from blockfp.definition import alignment
 from blockfp.formats import FORMATS, Format
 from blockfp.kernels import switch
-from blockfp.kernels.calls import OperandCast, aligned_parts, format_numbers
+from blockfp.kernels.calls import aligned_parts, format_numbers
 from blockfp.kernels.cuda_library import library
+from blockfp.kernels.operand_cast import OperandCast
 
 if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("the route is Hopper's", allow_module_level=True)

@@ -13,7 +13,7 @@ from samples import bits_of, sample
 
 import blockfp.jax as bfp
 from blockfp import recipes
-from blockfp.kernels.calls import operand_cast
+from blockfp.kernels.operand_cast import operand_cast
 from blockfp.recipes import Cast
 
 torch = pytest.importorskip("torch")

@@ -8,7 +8,8 @@ import pytest
 from blockfp.definition import bits, groups, layout
 from blockfp.formats import FORMATS, Format
 from blockfp.kernels import calls, cuda_library
-from blockfp.kernels.calls import PARTS, PARTS_T, OperandCast
+from blockfp.kernels.calls import PARTS, PARTS_T
+from blockfp.kernels.operand_cast import OperandCast
 
 ROOT = Path(__file__).resolve().parents[2] / "kernels"
 NAMES = {"first_row": "row", "first_column": "column", "index_rows": "rows", "index_columns": "columns", "given": "amax"}

@@ -16,7 +16,7 @@ import blockfp.torch as bfp
 from blockfp import recipes
 from blockfp.definition import numerics, rotation, rounding
 from blockfp.kernels import switch
-from blockfp.kernels.calls import operand_cast
+from blockfp.kernels.operand_cast import operand_cast
 
 
 @pytest.mark.parametrize("name", CASTING)

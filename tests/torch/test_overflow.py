@@ -17,7 +17,7 @@ import blockfp.torch as bfp
 from blockfp import recipes
 from blockfp.definition import numerics
 from blockfp.formats import NAMES, Format
-from blockfp.kernels.calls import OperandCast
+from blockfp.kernels.operand_cast import OperandCast
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -13,7 +13,8 @@ from same_tensors import assert_equal
 
 from blockfp.definition import alignment, groups, numerics
 from blockfp.formats import FORMATS, Format
-from blockfp.kernels.calls import OperandCast, aligned_parts, format_numbers
+from blockfp.kernels.calls import aligned_parts, format_numbers
+from blockfp.kernels.operand_cast import OperandCast
 
 WANTED = ((True, False, (True, False)), (False, True, (False, True)), (True, True, (True, True)), (True, True, (True, False)))
 """Rows, columns, which of them are aligned."""

@@ -22,7 +22,7 @@ import blockfp
 import blockfp.torch as bfp
 from blockfp.definition import numerics
 from blockfp.formats import Format
-from blockfp.kernels.calls import OperandCast
+from blockfp.kernels.operand_cast import OperandCast
 
 ONE_OF_EACH = ("fp8_e4m3", "fp8_e5m2_128x128", "mxfp8_e4m3", "mxfp6_e3m2_32x32", "mxfp4_e2m1", "mxint8_floor", "nvfp4")
 WORDS = torch.tensor([7, 9], dtype=torch.int64)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from blockfp import patterns
 from blockfp import recipes as known
-from blockfp.kernels.calls import operand_cast
+from blockfp.kernels.operand_cast import operand_cast
 from blockfp.recipes import Cast, Recipe, RecipeName
 
 from ..linear.linear import linear

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from blockfp.formats import Format
-from blockfp.kernels.calls import operand_cast
+from blockfp.kernels.operand_cast import operand_cast
 from blockfp.recipes import Cast
 from blockfp.sharding.dispatching import chunk_of
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from blockfp.formats import Format
-from blockfp.kernels.calls import Pair
+from blockfp.kernels.operand_cast import Pair
 from blockfp.recipes import Recipe
 
 from ..ops.layer.activations import Gating

@@ -12,7 +12,7 @@ from torch import Tensor
 from blockfp import recipes
 from blockfp.definition.rounding import Key
 from blockfp.kernels import switch
-from blockfp.kernels.calls import NEITHER
+from blockfp.kernels.operand_cast import NEITHER
 from blockfp.recipes import Compute, Recipe, RecipeName
 
 from ..ops import library

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from blockfp.definition import layout, oscillation
 from blockfp.formats import Format
-from blockfp.kernels.calls import operand_cast
+from blockfp.kernels.operand_cast import operand_cast
 from blockfp.recipes import HIGH_PRECISION, Cast
 
 from ..ops.quantize.operand_ops import FIGURES, Directions, quantization_figures, quantize_operand

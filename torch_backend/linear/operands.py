@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from blockfp.formats import Format
-from blockfp.kernels.calls import NEITHER, OperandCast, Pair, operand_cast
+from blockfp.kernels.operand_cast import NEITHER, OperandCast, Pair, operand_cast
 from blockfp.recipes import HIGH_PRECISION, Cast
 from blockfp.sharding.plans import Operand
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockfp.kernels.calls import Pair, given_of, operand_cast
+from blockfp.kernels.operand_cast import Pair, given_of, operand_cast
 from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
 
 from ..ops.layer import gated_ops

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from blockfp.definition import rotation
 from blockfp.formats import Format
-from blockfp.kernels.calls import operand_cast
+from blockfp.kernels.operand_cast import operand_cast
 from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
 
 from ..ops import dequantize_plans

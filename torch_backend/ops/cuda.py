@@ -18,8 +18,9 @@ from blockfp.definition.numerics import Amax, Origin, Quantized
 from blockfp.definition.rounding import key_words
 from blockfp.formats import Format
 from blockfp.kernels import calls, switch
-from blockfp.kernels.calls import Call, OperandCast
+from blockfp.kernels.calls import Call
 from blockfp.kernels.cuda_library import library
+from blockfp.kernels.operand_cast import OperandCast
 
 from .library import maker, name_of
 

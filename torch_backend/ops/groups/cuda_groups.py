@@ -10,8 +10,8 @@ from torch import Tensor
 from blockfp.definition.groups import columns_for, words_for
 from blockfp.definition.scaling import eps_for
 from blockfp.kernels import calls
-from blockfp.kernels.calls import OperandCast
 from blockfp.kernels.cuda_library import library
+from blockfp.kernels.operand_cast import OperandCast
 
 from ..cuda import carry_out, check_beside
 from ..library import name_of

@@ -17,7 +17,7 @@ from blockfp.definition.numerics import Quantized
 from blockfp.definition.recoding import keeps_codes, value_dtype
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
-from blockfp.kernels.calls import OperandCast, Pair, given_of, operand_cast
+from blockfp.kernels.operand_cast import OperandCast, Pair, given_of, operand_cast
 from blockfp.recipes import HIGH_PRECISION, Cast
 
 from ..dequantize_plans import dequantize_parts

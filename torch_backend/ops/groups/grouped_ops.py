@@ -26,7 +26,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from blockfp.definition import groups
 from blockfp.formats import Format
-from blockfp.kernels.calls import given_of, operand_cast
+from blockfp.kernels.operand_cast import OperandCast, given_of, operand_cast
 from blockfp.kernels.routes import why_groups_apart
 from blockfp.kernels.switch import once
 from blockfp.recipes import HIGH_PRECISION
@@ -37,7 +37,7 @@ from ..layer.linear_ops import recipe_of
 from ..library import define, fake, impl
 from ..product.products import Matrix, multiply_parts
 from ..quantize.operand_ops import quantize_operand
-from ..quantize.quantize_plans import part_count, to_nearest
+from ..quantize.quantize_plans import part_count
 from . import cuda_groups
 from .group_operands import (
     Codes,
@@ -239,7 +239,7 @@ def backward_now(
     if needs_x:
         if scales is None and recipe.weight.format is not None:
             # The forward's codes of it were not kept beside it.
-            weight, scales, tensor_scale = [*quantize_operand(weight, to_nearest(recipe.weight.format)).row, None][:3]
+            weight, scales, tensor_scale = [*quantize_operand(weight, OperandCast(recipe.weight.format)).row, None][:3]
         w = _weight(weight, scales, tensor_scale, recipe.weight.format)._replace(transposed=True)
         reason = why_apart(gradient, k, row.format, w.format, exact=exact, transposed=True, again=again)
     if reason is None and weight_dtype is not None:
@@ -284,7 +284,7 @@ def backward_now(
             one, index = w, number
             if w.format is None and again is not None:
                 # A weight whose rowwise operand is in high precision has no codes yet.
-                one, index = Matrix(quantize_operand(weight[number], to_nearest(None, again)).column, again), None
+                one, index = Matrix(quantize_operand(weight[number], OperandCast(column=again)).column, again), None
             d_x[first:last] = multiply_parts(rows, one, k, n, None, dtype, fast["dgrad"], index, exact)
         if d_bias is not None:
             values = (

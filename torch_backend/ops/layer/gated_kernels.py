@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockfp.kernels.calls import OperandCast
 from blockfp.kernels.cuda_library import library
+from blockfp.kernels.operand_cast import OperandCast
 
 from .. import cuda
 from ..kernels import kernels_for

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from blockfp.formats import Format
 from blockfp.kernels import switch
-from blockfp.kernels.calls import NEITHER, OperandCast, given_of
+from blockfp.kernels.operand_cast import NEITHER, OperandCast, given_of
 
 from ..kernels import kernels_for
 from ..library import define, fake, impl

@@ -23,13 +23,13 @@ from torch.utils.flop_counter import register_flop_formula
 from blockfp.definition.recipe import Exact
 from blockfp.formats import Format
 from blockfp.kernels import switch
-from blockfp.kernels.calls import Given, Pair, operand_cast
+from blockfp.kernels.operand_cast import Given, OperandCast, Pair, given_of, operand_cast
 from blockfp.recipes import Recipe
 
 from ..library import define, fake, impl
 from ..product.products import Matrix, Product, comes_aligned, in_order, product_of
 from ..quantize.cuda_reader import Read
-from ..quantize.quantize_plans import plan_of, quantize_matrix, to_nearest
+from ..quantize.quantize_plans import plan_of, quantize_matrix
 
 linear_backward = define(
     "linear_backward(Tensor gradient, Tensor[] x, Tensor? weight, Tensor? scales, Tensor? tensor_scale, Tensor? amax, "
@@ -171,7 +171,7 @@ def forward(
     )  # fmt: skip
     plan = _forwards.get(key)
     if plan is None:
-        plan = _plan_forward(x, multiplier is not None, recipe_of(casts), keep, origin, made_of)
+        plan = _plan_forward(x, given_of(None, multiplier), recipe_of(casts), keep, origin, made_of)
     quantize, row, count, aligned, format, fast, exact, cast, multiply = plan
     cast_x = None if found is None else found.parts
     if cast_x is None and shared is not None:
@@ -188,7 +188,7 @@ def forward(
     elif format is None:
         w = [weight]
     else:
-        w = made = quantize_matrix(weight, to_nearest(format))
+        w = made = quantize_matrix(weight, OperandCast(format))
     if multiply is None:
         lengths = weight.shape[0], x.shape[1] if made_of is None else made_of[1]
         left = Matrix(a, row, aligned=aligned)
@@ -199,7 +199,7 @@ def forward(
 
 
 def _plan_forward(
-    x: Tensor, multiplied: bool, recipe: Recipe, keep: bool, origin: tuple[int, int], made_of: tuple[Any, ...] | None
+    x: Tensor, given: Given, recipe: Recipe, keep: bool, origin: tuple[int, int], made_of: tuple[Any, ...] | None
 ) -> _Forward:
     row = recipe.input.format
     weight, exact = recipe.weight.format, recipe.exactness
@@ -207,7 +207,6 @@ def _plan_forward(
         aligned = comes_aligned(x, row, weight, exact=exact, in_order=in_order(weight, origin, False))
     else:
         aligned = made_of[0]
-    given: Given = "multiplier" if multiplied else None
     columnwise = recipe.input_columnwise if keep else None
     cast = operand_cast(recipe.input, columnwise, recipe.eps, given=given, aligned=(aligned, False))
     quantize = None if row is None and cast.column is None else plan_of(x, cast, one_scale=True)
@@ -259,7 +258,7 @@ def backward(
     plan = _backwards.get(key)
     if plan is None:
         recipe = recipe_of(casts)
-        plan = _plan_backward(gradient, amax is not None, multiplier is not None, recipe, needs_x, needs_weight, origin)
+        plan = _plan_backward(gradient, given_of(amax, multiplier), recipe, needs_x, needs_weight, origin)
     quantize, row, column, count, aligned, of_input, of_weight, weight_columnwise, fast, exact, wgrad, dgrad = first = plan
     parts = [] if quantize is None else quantize(gradient, amax, multiplier, keys)
     g = [gradient] if row is None else parts[:count]
@@ -286,10 +285,10 @@ def backward(
             w, start = [weight, scales] if tensor_scale is None else [weight, scales, tensor_scale], origin
         elif of_weight is not None:
             # The forward's codes of it were not kept beside it.
-            w = quantize_matrix(weight, to_nearest(of_weight))
+            w = quantize_matrix(weight, OperandCast(of_weight))
         elif weight_columnwise is not None:
             # A weight whose rowwise operand is in high precision has no codes yet.
-            w = quantize_matrix(weight, to_nearest(None, weight_columnwise))
+            w = quantize_matrix(weight, OperandCast(column=weight_columnwise))
             format, transposed = weight_columnwise, False
         else:
             w = [weight]
@@ -307,8 +306,7 @@ def backward(
 
 def _plan_backward(
     gradient: Tensor,
-    knows_amax: bool,
-    multiplied: bool,
+    given: Given,
     recipe: Recipe,
     needs_x: bool,
     needs_weight: bool,
@@ -323,7 +321,6 @@ def _plan_backward(
         comes_aligned(gradient, rowwise, held, exact=exact, in_order=in_order(held, origin if turns else (0, 0), turns)),
         comes_aligned(gradient, columnwise, recipe.input_columnwise.format, exact=exact),
     )
-    given: Given = "multiplier" if multiplied else "amax" if knows_amax else None
     cast = operand_cast(row, column, recipe.eps, given=given, keyed=True, aligned=aligned)
     quantize = None if cast.row is cast.column is None else plan_of(gradient, cast, one_scale=True)
     fast = ("dgrad" in recipe.fast_accum, "wgrad" in recipe.fast_accum)

@@ -10,8 +10,8 @@ import torch
 from blockfp.definition.bits import Array
 from blockfp.formats import Format
 from blockfp.kernels import calls, switch
-from blockfp.kernels.calls import OperandCast
 from blockfp.kernels.cuda_library import library
+from blockfp.kernels.operand_cast import OperandCast
 
 from ..cuda import check_beside
 from ..library import maker

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from blockfp.definition.scaling import eps_for
 from blockfp.kernels import calls
-from blockfp.kernels.calls import OperandCast
 from blockfp.kernels.cuda_library import library
+from blockfp.kernels.operand_cast import OperandCast
 
 from .. import cuda
 from ..cuda import check_beside, check_input_on_device

@@ -20,7 +20,7 @@ from torch import Tensor
 from blockfp.check.measure import saturated
 from blockfp.definition import layout, scaling
 from blockfp.formats import Format
-from blockfp.kernels.calls import OperandCast, Pair, given_of
+from blockfp.kernels.operand_cast import OperandCast, Pair, given_of
 
 from .. import kernels
 from ..dequantize_plans import dequantize_parts

@@ -6,7 +6,7 @@ What is left for each call is memory for the results and the kernel, and on a CP
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from blockfp.definition.numerics import Amax, Quantized
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
 from blockfp.kernels import calls, native, switch
-from blockfp.kernels.calls import OperandCast, cuda_rotates
+from blockfp.kernels.operand_cast import OperandCast, cuda_rotates
 
 from .. import cuda, kernels
 from ..kernels import kernels_for
@@ -39,12 +39,6 @@ def quantize_matrix(
     if run is None:
         run = switch.kept(_plans, key, plan_of(x, cast))
     return run(x, amax, multiplier, keys)
-
-
-@cache
-def to_nearest(row: Format | None, column: Format | None = None) -> OperandCast:
-    """The cast of a weight, whose eps is 0."""
-    return OperandCast(row, column)
 
 
 def plan_of(x: Tensor, cast: OperandCast, *, one_scale: bool = False) -> Read:
@@ -87,7 +81,7 @@ def _cuda_plan(x: Tensor, cast: OperandCast, one_scale: bool = False) -> Read:
     strided = x.stride(-1) != 1
     own = x.contiguous() if strided else x
     together = cast.row is not None and cast.column is cast.row and cast.random[0] == cast.random[1]
-    wanted = (cast,) if together else [cast.directions[way] for way in range(2) if cast[way] is not None]
+    wanted = (cast,) if together else [one for one in cast.directions if one.row is not None or one.column is not None]
     reads = [reader(own, of_format(one), one_scale=one_scale) for one in wanted]
     if len(reads) == 1 and not strided:
         return reads[0]
