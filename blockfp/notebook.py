@@ -1,4 +1,4 @@
-"""HTML tables, which notebooks show in place of a value's text."""
+"""Tables as text, and as HTML, which notebooks show in place of a value's text."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ from html import escape
 from typing import Any
 
 from .formats import Format, block_name
+
+
+def columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Returns rows of cells as lines that never wrap, with the first `left` columns aligned left and the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    ]
 
 
 def table(rows: Iterable[Sequence[object]], head: Sequence[object] = (), notes: Iterable[object] = ()) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..files.modelfile import Tensor
 from ..formats import Format
+from ..notebook import columns
 from .comparison import Comparison
 from .crosscheck import Backend, Check, Difference, ProductDifference, Products
 from .measure import Statistics
@@ -192,7 +193,7 @@ def format_table(findings: Findings) -> list[str]:
     for format, one in findings.by_format().items():
         products = _product_cells(shown, product_verdict(one))
         rows.append((format.name, _verdict(one.compared, one.differing), *products, *_cells(one.statistics)))
-    return _aligned(rows, left=2 + shown)
+    return columns(rows, left=2 + shown)
 
 
 def tensor_table(findings: Findings) -> list[str]:
@@ -204,7 +205,7 @@ def tensor_table(findings: Findings) -> list[str]:
         counts = (len(of_products.compared), len(of_products.differences)) if of_products else (0, 0)
         products = _product_cells(shown, _verdict(*counts))
         rows.append((tensor.name, check.format.name, verdict, *products, *_cells(check.statistics)))
-    return _aligned(rows, left=3 + shown)
+    return columns(rows, left=3 + shown)
 
 
 def comparison_table(comparison: Comparison) -> list[str]:
@@ -214,19 +215,10 @@ def comparison_table(comparison: Comparison) -> list[str]:
     for format, tensors in comparison.compared.items():
         products = _product_cells(shown, _verdict(*comparison.products.get(format, (0, 0))))
         rows.append((format, _verdict(tensors, comparison.differing[format]), *products, str(tensors)))
-    return _aligned(rows, left=2 + shown)
+    return columns(rows, left=2 + shown)
 
 
 _TITLES = ("SQNR dB", "max rel.", "saturated", "to zero", "bytes")
-
-
-def _aligned(rows: list[tuple[str, ...]], left: int) -> list[str]:
-    """Formats rows as lines that never wrap: left-aligns the first `left` columns and right-aligns the others."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    ]
 
 
 def _verdict(compared: int, differing: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
-from blockfp import patterns, recipes
+from blockfp import notebook, patterns, recipes
 from blockfp.recipes import Recipe, RecipeName
 
 
@@ -126,11 +126,7 @@ class Sensitivity:
         for one in self.layers:
             figures = [_text(value, ".1f") for value in (one.input, one.weight, one.gradient)]
             lines.append((one.path, one.recipe, f"{one.parameters:,}", *figures, _text(one.loss_change, "+.3e")))
-        widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-        shown = [
-            "  ".join(x.ljust(w) if i < 2 else x.rjust(w) for i, (x, w) in enumerate(zip(line, widths, strict=True))).rstrip()
-            for line in lines
-        ]
+        shown = [line.rstrip() for line in notebook.columns(lines, 2)]
         if self.loss is not None:
             shown.append(f"loss of the unquantized model: {self.loss:.6g}")
         if self.left:

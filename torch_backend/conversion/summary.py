@@ -163,9 +163,8 @@ class Summary:
 
     def __str__(self) -> str:
         rows, notes = self._rows_and_notes()
-        widths = [max(map(len, column)) for column in zip(_HEAD, *rows, strict=True)]
-        lines = ["  ".join(_aligned(row, widths)).rstrip() for row in (_HEAD, *rows)]
-        lines.insert(1, "  ".join("-" * width for width in widths))
+        rule = tuple("-" * max(map(len, column)) for column in zip(_HEAD, *rows, strict=True))
+        lines = [line.rstrip() for line in notebook.columns((_HEAD, rule, *rows), 4)]
         return "\n".join([*lines, *notes])
 
     __repr__ = __str__
@@ -230,9 +229,7 @@ def _memory_table(memory: tuple[MemoryRow, ...]) -> list[str]:
     devices = dict.fromkeys(row.device for row in memory)
     totals = [("total", device, sum(row.bytes for row in memory if row.device == device)) for device in devices]
     rows = [(holds, device, _number(size)) for holds, device, size in (*memory, *totals)]
-    widths = [max(map(len, column)) for column in zip(("memory", "device", "bytes"), *rows, strict=True)]
-    lines = (("memory", "device", "bytes"), *rows)
-    return [f"{holds:{widths[0]}}  {device:{widths[1]}}  {size:>{widths[2]}}" for holds, device, size in lines]
+    return notebook.columns((("memory", "device", "bytes"), *rows), 2)
 
 
 def tied_elsewhere(model: nn.Module) -> dict[str, str]:
@@ -304,7 +301,3 @@ def _times(path: str, count: int) -> str:
 
 def _number(value: int) -> str:
     return f"{value:,}"
-
-
-def _aligned(row: tuple[str, ...], widths: list[int]) -> list[str]:
-    return [text.rjust(width) if i > 3 else text.ljust(width) for i, (text, width) in enumerate(zip(row, widths, strict=True))]
