@@ -26,10 +26,11 @@ GOALS = {"fp8_current": 1.55, "fp8_delayed": 1.6, "fp8_block": 1.38, "mxfp8": 1.
 
 
 class MLP(nn.Module):
-    def __init__(self, features: int, ffn: int):
+    """Two linear layers, of any class, with gelu between them."""
+
+    def __init__(self, up: nn.Module, down: nn.Module):
         super().__init__()
-        self.up = nn.Linear(features, ffn, bias=False, device="cuda", dtype=torch.bfloat16)
-        self.down = nn.Linear(ffn, features, bias=False, device="cuda", dtype=torch.bfloat16)
+        self.up, self.down = up, down
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x), approximate="tanh"))
@@ -40,7 +41,8 @@ class Contender:
 
     def __init__(self, name: str, tokens: int, features: int, ffn: int):
         torch.manual_seed(0)
-        self.model = MLP(features, ffn)
+        lengths, where = (features, ffn), {"bias": False, "device": "cuda", "dtype": torch.bfloat16}
+        self.model = MLP(nn.Linear(*lengths, **where), nn.Linear(*lengths[::-1], **where))
         if name != "bf16":
             recipe, _, weights = name.partition("+")
             chosen = recipes.parse(recipe.removesuffix("_exact")).replace(exact_products=recipe.endswith("_exact"))

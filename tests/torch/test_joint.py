@@ -180,7 +180,12 @@ def moved(model):
     return [found, steps(model, optimizer, first=2)], model
 
 
-def by_hand(model):
+def every_parameter(model):
+    for param in model.parameters():
+        param -= 0.1 * param.grad
+
+
+def by_hand(model, write=every_parameter):
     """Steps that no optimizer takes."""
     found = []
     for seed in range(4):
@@ -188,8 +193,7 @@ def by_hand(model):
         y.square().mean().backward()
         found.append((y.detach(), state_of(model)))
         with torch.no_grad():
-            for param in model.parameters():
-                param -= 0.1 * param.grad
+            write(model)
         model.zero_grad()
     return found, model
 
@@ -340,15 +344,11 @@ def one_changed(model):
 
 def one_written(model):
     """One layer's weight is written by hand, which updates its scales alone."""
-    found = []
-    for seed in range(4):
-        y = model(values((4, 32), seed, scale=2.0**seed))
-        y.square().mean().backward()
-        found.append((y.detach(), state_of(model)))
-        with torch.no_grad():
-            model.attention.k.weight -= 0.1 * model.attention.k.weight.grad
-        model.zero_grad()
-    return found, model
+
+    def write(model):
+        model.attention.k.weight -= 0.1 * model.attention.k.weight.grad
+
+    return by_hand(model, write)
 
 
 def functionally(model):
