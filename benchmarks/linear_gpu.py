@@ -3,7 +3,8 @@ included.
 
     python benchmarks/linear_gpu.py [--tokens 16384] [--features 4096] [--ffn 16384] [--profile RECIPE] [--json FILE]
 
-`RECIPE_exact` multiplies exact operands (`exact_products`), `RECIPE+weights` quantizes high-precision weights at every use.
+`RECIPE_exact` multiplies exact operands (`exact_products`), `RECIPE_ordered` adds in one order (`exact_order`), and
+`RECIPE+weights` quantizes high-precision weights at every use.
 Contenders take turns in rounds, each warmed up by as many steps as are timed; figures are medians.
 """
 
@@ -23,6 +24,8 @@ from blockfp.kernels import cuda_library
 
 # Share of bf16's speed to reach.
 GOALS = {"fp8_current": 1.55, "fp8_delayed": 1.6, "fp8_block": 1.38, "mxfp8": 1.45}
+
+SUFFIXES = {"exact_products": "_exact", "exact_order": "_ordered"}
 
 
 class MLP(nn.Module):
@@ -45,7 +48,8 @@ class Contender:
         self.model = MLP(nn.Linear(*lengths, **where), nn.Linear(*lengths[::-1], **where))
         if name != "bf16":
             recipe, _, weights = name.partition("+")
-            chosen = recipes.parse(recipe.removesuffix("_exact")).replace(exact_products=recipe.endswith("_exact"))
+            asked = {option: recipe.endswith(suffix) for option, suffix in SUFFIXES.items()}
+            chosen = recipes.parse(recipe.removesuffix("_exact").removesuffix("_ordered")).replace(**asked)
             bfp.convert(self.model, chosen, weights="high_precision" if weights else "quantized", keep_init=False)
         self.x = torch.randn(tokens, features, device="cuda").bfloat16().requires_grad_()
         self.gradient = torch.randn(tokens, features, device="cuda").bfloat16() / tokens

@@ -7,8 +7,8 @@
     layers       8 transformer layers (RMSNorm, SwiGLU, 16 heads, 8 of keys and values), 4 sequences of 4,096 tokens
     layers_2048  the same, 1 sequence of 2,048 tokens
 
-blockfp's mlp and layers are compiled, one by one; TransformerEngine's modules are timed as its documentation calls them, with
-weights in bf16 (mlp) or FP8. Contenders of one library take turns. TransformerEngine runs in a process of its own, which times
+bf16 and blockfp are compiled, layers one by one, and layers are timed without a compiler ("eager") too; TransformerEngine's
+modules are timed as its documentation calls them, with weights in bf16 (mlp) or FP8. Contenders of one library take turns. TransformerEngine runs in a process of its own, which times
 bf16 once more, because its import changes which attention kernels PyTorch takes. Where it isn't installed a note says so.
 """
 
@@ -146,14 +146,18 @@ def contenders(case: str, options: argparse.Namespace) -> dict[str, Callable[[],
     where = {"device": options.device, "dtype": torch.bfloat16}
     found: dict[str, nn.Module] = {"bf16": plain(case, shape, where)}
     contexts: dict[str, Any] = {}
+    if shape.heads:
+        found["bf16 eager"] = plain(case, shape, where)
     for recipe in options.recipes:
         torch.manual_seed(0)
         if options.theirs:
             found[f"TransformerEngine {recipe}"], contexts[f"TransformerEngine {recipe}"] = theirs(case, shape, recipe, where)
         else:
             found[recipe] = ours(case, shape, recipe, where)
+            if shape.heads:
+                found[f"{recipe} eager"] = ours(case, shape, recipe, where)
     for name, model in found.items():
-        if name not in contexts and not options.tiny:
+        if name not in contexts and not name.endswith("eager") and not options.tiny:
             for layer in model if shape.heads and isinstance(model, nn.Sequential) else [model]:
                 layer.compile()
     return {name: step_of(model, shape, where, contexts.get(name, nullcontext)) for name, model in found.items()}

@@ -35,8 +35,9 @@ def first_gpu():
     """XLA leaves the GPU that it used last as the thread's own, where there are several."""
     if torch.cuda.is_available():
         torch.cuda.set_device(0)
-        # Torch warns of a first product that a backward makes, in a thread of its own.
         torch.cuda.current_blas_handle()
+        # Torch warns of a product that is the first thing its thread of backwards does on a GPU.
+        torch.ones(1, device="cuda", requires_grad=True).exp().backward()
 
 
 class WithoutGpu(pytest.Module):

@@ -186,7 +186,7 @@ def test_products_are_within_the_bound(shape, pair, kind):
     assert bool(((out.double() - exact).abs() <= 1.01 * shifted + lost * magnitude + 1e-30).all())
     # The same product again has the same bits, and exact operands are asked for by name.
     assert torch.equal(out, products.multiply_parts(*sides, n, k, None, torch.float32, False, None))
-    other = products.multiply_parts(*sides, n, k, None, torch.float32, False, None, True)
+    other = products.multiply_parts(*sides, n, k, None, torch.float32, False, None, "exact")
     assert bool(((other.double() - exact).abs() <= 1e-5 * magnitude + 1e-30).all())
 
 

@@ -60,9 +60,9 @@ def test_compiled_layers_cast_the_same_input_again(recipe, monkeypatch):
     cast = []
     quantize = operand_ops.quantize_matrix
 
-    def noted(x, row, column, *options):
-        cast.append((row is not None, column is not None, x.detach().clone()))
-        return quantize(x, row, column, *options)
+    def noted(x, how, *options):
+        cast.append((how.row is not None, how.column is not None, x.detach().clone()))
+        return quantize(x, how, *options)
 
     monkeypatch.setattr(operand_ops, "quantize_matrix", noted)
     torch._dynamo.reset()

@@ -7,7 +7,6 @@ from documented import run_documented
 from same_tensors import assert_equal
 
 transformers = pytest.importorskip("transformers")
-inductor = pytest.importorskip("torch._inductor.config")
 
 import blockfp.torch as bfp  # noqa: E402
 
@@ -18,6 +17,14 @@ pytestmark = [
 ]
 
 STEPS = 8
+
+
+@pytest.fixture(autouse=True)
+def deterministic():
+    """Inductor takes the kernel of a sum that it finds the fastest, and perhaps another one the next time."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def llama(recipe):
@@ -32,8 +39,6 @@ def llama(recipe):
     return model
 
 
-# Inductor takes the kernel of a sum that it finds the fastest, and perhaps another one the next time.
-@inductor.patch(deterministic=True)
 def trained(recipe, mode):
     """Losses of some steps, and the weights after them."""
     torch._dynamo.reset()
