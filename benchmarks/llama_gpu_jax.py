@@ -121,7 +121,7 @@ class Layer:
     """The linear layers of one scanned layer by a contender: "bf16", "xla_fp8" or a recipe."""
 
     def __init__(self, name: str, weights: dict[str, Any], states: dict[str, Any], key: jax.Array) -> None:
-        self.name, self.weights, self.states, self.key, self.after = name, weights, states, key, dict(states)
+        self.name, self.weights, self.key, self.after = name, weights, key, dict(states)
         self.plain = {"bf16": lambda x, w: x @ w.T, "xla_fp8": xla_fp8}.get(name)
 
     def __call__(self, which: str, x, **made):
@@ -133,10 +133,12 @@ class Layer:
             made = {name: one.reshape(rows.shape) if name == "up" else one for name, one in made.items()}
             keyed = recipes.parse(self.name).gradient.stochastic
             key = jax.random.fold_in(self.key, list(self.weights).index(which)) if keyed else None
-            options = {"recipe": self.name, "key": key, "state": self.states.get(which)}
+            # Layers that read one input share its scale, and so a cast of it.
+            shared = next((names for names in self.after if which in names.split("_")), None)
+            options = {"recipe": self.name, "key": key, "state": None if shared is None else self.after[shared]}
             y = bfp.linear(rows, self.weights[which], **options, **made)
-            if which in self.states:
-                y, self.after[which] = y
+            if shared is not None:
+                y, self.after[shared] = y
         return y.reshape(*x.shape[:-1], -1)
 
     def gated(self, which: str, gate, up):
@@ -177,7 +179,7 @@ def program(name: str, sizes: Sizes):
         names = tuple(sizes.matrices())
         params = bfp.quantize_params(params, lambda path, *_: name if "layers" in path and path.endswith(names) else None)
         if recipes.parse(name).delayed is not None:
-            states = dict.fromkeys(names, bfp.delayed_state(name))
+            states = dict.fromkeys(("q_k_v", "o", "gate_up", "down"), bfp.delayed_state(name))
             states = jax.tree.map(lambda x: jnp.broadcast_to(x, (sizes.layers, *x.shape)), states)
     optimizer = bfp.adamw(1e-4, b1=0.9, b2=0.95, weight_decay=0.0)
 

@@ -8,8 +8,9 @@
     layers_2048  the same, 1 sequence of 2,048 tokens
 
 bf16 and blockfp are compiled, layers one by one, and layers are timed without a compiler ("eager") too; TransformerEngine's
-modules are timed as its documentation calls them, with weights in bf16 (mlp) or FP8. Contenders of one library take turns. TransformerEngine runs in a process of its own, which times
-bf16 once more, because its import changes which attention kernels PyTorch takes. Where it isn't installed a note says so.
+modules are timed as its documentation calls them, with weights in bf16 (mlp) or FP8. Contenders of one library take turns.
+TransformerEngine runs in a process of its own, which times bf16 once more, because its import changes which attention kernels
+PyTorch takes. Where it isn't installed a note says so.
 """
 
 from __future__ import annotations

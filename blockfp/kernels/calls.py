@@ -180,7 +180,7 @@ def quantize(
         made |= _named(PARTS_T, layout.parts(turned, format, origin[::-1]))
     if cast.measures:
         made["amax"] = ((2 if cast.rotates else 1,), "int32")
-    if cast.given == "multiplier" or (mark and not format.has_tensor_scale):
+    if cast.given in ("multiplier", "scale") or (mark and not format.has_tensor_scale):
         made["recorded"] = ((1,), "int32")
     numbers |= dict(zip(_PLACE, (*origin, *(whole or (0, 0))), strict=True), mark=mark)
     return describe(function, made, format, **numbers, **_limits(cast, dtype))
@@ -188,7 +188,7 @@ def quantize(
 
 def _limits(cast: OperandCast, dtype: str) -> dict[str, int]:
     eps, largest = bits.constant_bits(cast.eps), largest_multiplier(cast.format, cast.eps, dtype)
-    return dict(zip(_LIMITS, (cast.measures, eps, largest, cast.rotates), strict=True))
+    return dict(zip(_LIMITS, (cast.measures or cast.given == "scale", eps, largest, cast.rotates), strict=True))
 
 
 @lru_cache(maxsize=4096)

@@ -12,7 +12,7 @@ _MADE = {("e4m3", None), ("e4m3", 128), ("e4m3", 32), ("e3m2", 32), ("e2m1", 32)
 
 Pair = tuple[bool, bool]
 """Something of both directions, rowwise and columnwise."""
-Given = Literal["amax", "multiplier"] | None
+Given = Literal["amax", "multiplier", "scale"] | None
 NEITHER: Pair = (False, False)
 
 
@@ -26,7 +26,8 @@ class OperandCast(NamedTuple):
 
     Attributes:
         row, column: formats of the directions, None for one that isn't wanted.
-        given: what scales of whole tensors are made of, None where their amax is measured.
+        given: what scales of whole tensors are made of, None where their amax is measured. A "scale" is delayed scaling's: the
+            multiplier, or 0 before its first update, when the amax is measured.
         random: which directions are rounded stochastically.
         rotate: whether the random Hadamard transform comes before the columnwise direction.
         eps: lifts amaxes.

@@ -46,14 +46,16 @@ def _call(name: str, out, *arrays: jax.Array, **attributes: int):
     return jax.ffi.ffi_call(_register(name), out, vmap_method="sequential")(*arrays, **values)
 
 
-def _carry_out(call: Call, *inputs: jax.Array, name: str | None = None, **given: jax.Array | None) -> dict[str, jax.Array]:
+def _carry_out(
+    call: Call, *inputs: jax.Array | None, name: str | None = None, **given: jax.Array | None
+) -> dict[str, jax.Array]:
     """Makes a call of the library; returns its arrays from the first new one on. Those before are given or absent."""
     names, made = list(call.arrays), list(call.arrays.values())
     first = next(i for i, array in enumerate(made) if array is not None)
-    before = [given.get(name) for name in names[:first]]
+    before = [*inputs, *(given.get(name) for name in names[:first])]
     arrays = [jnp.zeros((0,), jnp.uint8) if x is None else x for x in before]
     out = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in (each or ((0,), "uint8") for each in made[first:])]
-    return dict(zip(names[first:], _call(name or call.function, out, *inputs, *arrays, **call.numbers), strict=True))
+    return dict(zip(names[first:], _call(name or call.function, out, *arrays, **call.numbers), strict=True))
 
 
 def _parts(found: dict[str, jax.Array], format: Format | None, names: Sequence[str] = PARTS) -> Quantized | None:
@@ -140,13 +142,17 @@ def _quantize(
 
 
 def quantize_made(
-    inputs: tuple[jax.Array, ...], cast: OperandCast, multiplier: jax.Array | None, function: str, first: int
-) -> tuple[Quantized | None, Quantized | None]:
-    """Quantizes what `function` makes of inputs, such as gate and up; a direction that is asked for aligned comes so."""
+    inputs: tuple[Any, ...], cast: OperandCast, scale: jax.Array | None, function: str, first: int
+) -> tuple[Quantized | None, Quantized | None, jax.Array | None]:
+    """Quantizes what `function` makes of inputs, such as gate and up; a direction that is asked for aligned comes so.
+
+    Delayed scaling's `scale` is float32 (), 0 before its first update; with one, the third result is the amax, float32 ().
+    """
     call = calls.quantize(inputs[0].shape, bits.dtype_name(inputs[0]), cast, function, first=first)
-    found = _carry_out(call, *inputs, amax=None if multiplier is None else multiplier.reshape(1))
+    found = _carry_out(call, *inputs, amax=None if scale is None else scale.reshape(1))
     stored = call.arrays.get(STORED_T[0]) is not None
-    return _parts(found, cast.row), _parts(found, cast.column, STORED_T if stored else PARTS_T)
+    amax = None if scale is None else found["recorded"].reshape(()).view(jnp.float32)
+    return _parts(found, cast.row), _parts(found, cast.column, STORED_T if stored else PARTS_T), amax
 
 
 @cache

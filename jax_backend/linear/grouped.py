@@ -30,7 +30,7 @@ from .grouped_spans import by_columns, by_rows
 from .layer import Layer
 from .layer_placement import LayerPlacement
 from .layer_state import LayerState, takes_layer_state
-from .operands import Pair
+from .operands import Operands
 from .straight_through import DGRAD, FORWARD, WGRAD, Product, by_group, of_each_group, token_values
 from .tiles import Scaling, Tiles, gather_rows, largest_amax, move_tiles, quantize_tiles, tile_rows, turn_tiles
 
@@ -184,7 +184,7 @@ class _GroupedLinear(Layer):
     def tiles(self, x, sizes) -> Tiles:
         return Tiles.of(sizes, x.shape[0], self.tile)
 
-    def input_operands(self, x, tiles, state, *, rowwise=True, columnwise=True) -> tuple[Any, Any]:
+    def input_operands(self, x, tiles, state, *, rowwise=True, columnwise=True) -> Operands:
         multiplier = None if state is None else self.multiplier(x, tiles, state.input_scale, "input")
         scaling = self._scaling(multiplier, tiles)
         casts = self.recipe.input, self.recipe.input_columnwise
@@ -193,17 +193,19 @@ class _GroupedLinear(Layer):
         x = x.without_carrier()
         if self.at_once:
             row = GroupCodes.of_rows(x, tiles) if rowwise else None
-            return row, GroupCodes.turned(x, tiles, casts[1], scaling) if columnwise else None
+            return Operands(row, GroupCodes.turned(x, tiles, casts[1], scaling) if columnwise else None)
         row = move_tiles(x, tiles) if rowwise else None
-        return row, turn_tiles(x, tiles, casts[1], scaling) if columnwise else None
+        return Operands(row, turn_tiles(x, tiles, casts[1], scaling) if columnwise else None)
 
-    def _quantized(self, x, tiles, casts: tuple[Cast, Cast], scaling, rowwise: bool, columnwise: bool) -> tuple[Any, Any]:
+    def _quantized(self, x, tiles, casts: tuple[Cast, Cast], scaling, rowwise: bool, columnwise: bool) -> Operands:
         if self.at_once:
-            return quantize_groups(x, tiles, (casts[0] if rowwise else None, casts[1] if columnwise else None), scaling)
+            return Operands(
+                *quantize_groups(x, tiles, (casts[0] if rowwise else None, casts[1] if columnwise else None), scaling)
+            )
         row = quantize_tiles(x, tiles, casts[0], scaling, ROWWISE) if rowwise else None
-        return row, quantize_tiles(x, tiles, casts[1], scaling, COLUMNWISE) if columnwise else None
+        return Operands(row, quantize_tiles(x, tiles, casts[1], scaling, COLUMNWISE) if columnwise else None)
 
-    def gradient_operands(self, g, kept, *, rowwise, columnwise) -> Pair:
+    def gradient_operands(self, g, kept, *, rowwise, columnwise) -> Operands:
         multiplier = None if kept.state is None else self.multiplier(g, kept.tiles, kept.state.gradient_scale, "gradient")
         scaling = self._scaling(multiplier, kept.tiles, kept.key, gradient=True)
         casts = self.recipe.gradient, self.recipe.gradient_columnwise

@@ -29,7 +29,7 @@ from ..implementations.jax_internals import evaluating, runs_at_once, without_ta
 from .arguments import transposed_weight
 from .delayed import DelayedState, cotangent
 from .layer_placement import LayerPlacement
-from .operands import Pair
+from .operands import Operands
 from .products import Matrix, Side, computed_once
 from .prologue import values_of
 from .straight_through import (
@@ -76,11 +76,11 @@ class Layer(ABC):
     @abstractmethod
     def input_operands(
         self, x: Matrix, tiles: Any, state: DelayedState | None, *, rowwise: bool = True, columnwise: bool = True
-    ) -> Pair:
+    ) -> Operands:
         """Quantizes x for the forward and for wgrad; None for a direction that isn't needed."""
 
     @abstractmethod
-    def gradient_operands(self, g: jax.Array, kept: Residuals, *, rowwise: bool, columnwise: bool) -> Pair:
+    def gradient_operands(self, g: jax.Array, kept: Residuals, *, rowwise: bool, columnwise: bool) -> Operands:
         """Quantizes the gradient for dgrad and for wgrad; None for a direction that isn't needed."""
 
     def gathered(self, weight: Matrix) -> Matrix:
@@ -207,7 +207,7 @@ def _multiplied(layer: Layer, keep: bool, x, weight: Matrix, bias, sizes, state:
     """Returns y, the tiles, the state after the forward, and x's operands for `Residuals`."""
     tiles = layer.tiles(x, sizes)
     # If x is gathered, keep only the shard; the backward gathers it again and makes the columnwise form.
-    row, column = layer.input_operands(x, tiles, state, columnwise=keep and not layer.placement.gathers_input)
+    row, column, amax = layer.input_operands(x, tiles, state, columnwise=keep and not layer.placement.gathers_input)
     assert row is not None
     # A row-parallel layer adds the bias once, after summing over ranks.
     of_terms, own = (bias, None) if layer.placement.kind == "row" else (None, bias)
@@ -216,7 +216,8 @@ def _multiplied(layer: Layer, keep: bool, x, weight: Matrix, bias, sizes, state:
     y = layer.placement.sum_output(y)
     if of_terms is not None:
         y = (y.astype(jnp.float32) + layer.bias_rows(of_terms, tiles).astype(jnp.float32)).astype(y.dtype)
-    state = None if state is None else state.after_forward(layer.largest_amax(values_of(x), tiles))
+    if state is not None:
+        state = state.after_forward(layer.largest_amax(values_of(x), tiles) if amax is None else amax)
     row = None if not keep or layer.placement.weight is not None or same_values(layer.recipe) else row
     return y, tiles, state, row, column
 
@@ -265,9 +266,9 @@ def _cotangents(layer: Layer, wanted: LayerInputs, watched: bool, kept: Residual
     g = placement.own(g, gradient=True)
     column: Any = kept.column
     if placement.gathers_input and wanted.weight is not None:
-        _, column = layer.input_operands(column, tiles, state, rowwise=False)
+        column = layer.input_operands(column, tiles, state, rowwise=False).column
     directions = {"rowwise": wanted.x is not None, "columnwise": wanted.weight is not None}
-    gradient_row, gradient_column = layer.gradient_operands(g, kept, **directions)
+    gradient_row, gradient_column, amax = layer.gradient_operands(g, kept, **directions)
     dx = dw = db = ds = None
     if gradient_row is not None:
         summed = (placement.tensor,) if placement.kind == "column" and placement.tensor and not placement.sequence else ()
@@ -280,7 +281,7 @@ def _cotangents(layer: Layer, wanted: LayerInputs, watched: bool, kept: Residual
     if wanted.bias is not None:
         db = _sum_bias(layer, kept, g, wanted.bias.dtype)
     if wanted.state is not None:
-        ds = cotangent(lambda: layer.largest_amax(g, tiles), later, types.state)
+        ds = cotangent(lambda: layer.largest_amax(g, tiles) if amax is None else amax, later, types.state)
     made = LayerInputs(dx, dw, db, ds)
     return (made, gradient_row, gradient_column, kept) if watched else (made, None, None, None)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, overload
 
 import jax
@@ -20,7 +21,7 @@ from blockfp import recipes
 from blockfp.definition.rounding import Key
 from blockfp.formats import FP8_E4M3
 from blockfp.kernels import exact_order
-from blockfp.recipes import Compute, Recipe, RecipeName
+from blockfp.recipes import Compute, Operand, Recipe, RecipeName
 
 from ..arrays.array import QuantizedArray
 from ..implementations import explicit, ops
@@ -29,7 +30,7 @@ from .delayed import DelayedState, given_back
 from .layer import Layer
 from .layer_placement import ExplicitLayout, LayerPlacement
 from .layer_state import LayerState, takes_layer_state
-from .operands import Pair, gradient_operands, input_operands
+from .operands import Delayed, Operands, gradient_operands, input_operands
 from .products import Matrix, check_order_on_device, product
 from .prologue import Activation, Made, activated, values_of
 from .prologue import check as check_activation
@@ -51,14 +52,17 @@ class _Linear(Layer):
     def tiles(self, x, sizes) -> None:
         return None
 
-    def input_operands(self, x: Any, tiles, state, *, rowwise=True, columnwise=True) -> Pair:
-        multiplier = None if state is None else self.multiplier(values_of(x), tiles, state.input_scale, "input")
-        ways = {"rowwise": rowwise, "columnwise": columnwise}
-        return input_operands(x, self.recipe, self.placement, multiplier, self.activation, **ways)
+    def _delayed(self, x: jax.Array, scale: jax.Array, operand: Operand) -> Delayed:
+        return Delayed(scale, partial(self.multiplier, x, None, scale, operand))
 
-    def gradient_operands(self, g, kept, *, rowwise, columnwise) -> Pair:
-        multiplier = None if kept.state is None else self.multiplier(g, None, kept.state.gradient_scale, "gradient")
-        return gradient_operands(g, self.recipe, self.placement, multiplier, kept.key, rowwise=rowwise, columnwise=columnwise)
+    def input_operands(self, x: Any, tiles, state, *, rowwise=True, columnwise=True) -> Operands:
+        delayed = None if state is None else self._delayed(values_of(x), state.input_scale, "input")
+        ways = {"rowwise": rowwise, "columnwise": columnwise}
+        return input_operands(x, self.recipe, self.placement, delayed, self.activation, **ways)
+
+    def gradient_operands(self, g, kept, *, rowwise, columnwise) -> Operands:
+        delayed = None if kept.state is None else self._delayed(g, kept.state.gradient_scale, "gradient")
+        return gradient_operands(g, self.recipe, self.placement, delayed, kept.key, rowwise=rowwise, columnwise=columnwise)
 
     def gathered(self, weight: Matrix) -> Matrix:
         weight = super().gathered(weight)

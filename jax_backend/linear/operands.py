@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +15,10 @@ from jax import lax
 from blockfp.definition.numerics import Quantized
 from blockfp.definition.rotation import rotate
 from blockfp.definition.rounding import COLUMNWISE, ROWWISE, gradient_key
-from blockfp.definition.scaling import eps_for
+from blockfp.definition.scaling import delayed_multiplier, eps_for
 from blockfp.formats import Format
 from blockfp.kernels.calls import ACTIVATIONS
-from blockfp.kernels.operand_cast import OperandCast, given_of, operand_cast
+from blockfp.kernels.operand_cast import OperandCast, operand_cast
 from blockfp.recipes import Cast, Recipe
 from blockfp.sharding import plans
 
@@ -32,38 +34,58 @@ from .prologue import Made, values_of
 Pair = tuple[Side | None, Side | None]
 
 
+class Operands(NamedTuple):
+    """Both operands that a layer makes of an array, None where unwanted, and its amax, float32 (), if a cast found it."""
+
+    row: Any
+    column: Any
+    amax: jax.Array | None = None
+
+
+class Delayed(NamedTuple):
+    """Delayed scaling of an operand.
+
+    Attributes:
+        scale: float32 (), 0 before the first update.
+        multiplier: returns it, or before the first update that of the current amax.
+    """
+
+    scale: jax.Array
+    multiplier: Callable[[], jax.Array | None]
+
+
 def input_operands(
     x: jax.Array | Made,
     recipe: Recipe,
     placement: LayerPlacement,
-    multiplier: jax.Array | None,
+    delayed: Delayed | None,
     activation: str | None = None,
     *,
     rowwise: bool = True,
     columnwise: bool = True,
-) -> Pair:
+) -> Operands:
     """Quantizes this rank's x to [tokens, in] for the forward and [in, tokens] for wgrad.
 
-    `multiplier` is delayed scaling's or None, `activation` what made x. `rowwise` and `columnwise` select the operands; the
-    other is None. MX codes come aligned where the product would align them.
+    `activation` is what made x. `rowwise` and `columnwise` select the operands; the other is None. MX codes come aligned where
+    the product would align them.
     """
     casts = (recipe.input if rowwise else None, recipe.input_columnwise if columnwise else None)
-    return _Operands(x, recipe, placement, False, multiplier, (None, None), activation).make(*casts)
+    return _Operands(x, recipe, placement, False, delayed, (None, None), activation).make(*casts)
 
 
 def gradient_operands(
     g: jax.Array,
     recipe: Recipe,
     placement: LayerPlacement,
-    multiplier: jax.Array | None,
+    delayed: Delayed | None,
     key: jax.Array | None,
     *,
     rowwise: bool = True,
     columnwise: bool = True,
-) -> Pair:
+) -> Operands:
     """Quantizes g to [tokens, out] for dgrad and [out, tokens] for wgrad; arguments as for `input_operands`."""
     casts = (recipe.gradient if rowwise else None, recipe.gradient_columnwise if columnwise else None)
-    return _Operands(g, recipe, placement, True, multiplier, keys_of(key, placement)).make(*casts)
+    return _Operands(g, recipe, placement, True, delayed, keys_of(key, placement)).make(*casts)
 
 
 def keys_of(key: jax.Array | None, placement: LayerPlacement) -> tuple[jax.Array | None, jax.Array | None]:
@@ -98,28 +120,32 @@ def _aligned(recipe: Recipe, gradient: bool) -> tuple[bool, bool]:
 class _Operands:
     """Makes both operands from one array."""
 
-    def __init__(self, x, recipe: Recipe, placement: LayerPlacement, gradient: bool, multiplier, keys, activation: Any = None):
+    def __init__(self, x, recipe: Recipe, placement: LayerPlacement, gradient: bool, delayed, keys, activation: Any = None):
         self.made = x if isinstance(x, Made) else None
         self.activation, x = activation, values_of(x)
         self.x, self.eps, self.placement = x, recipe.eps, placement
-        self.gradient, self.multiplier, self.keys = gradient, multiplier, keys
+        self.gradient, self.delayed, self.keys = gradient, delayed, keys
         self.aligned = _aligned(recipe, gradient)
         self.sharding = placement.operand(x, gradient=gradient)
         travels = placement.gathers_gradient if gradient else placement.gathers_input
         self.over = (placement.tensor,) if travels and placement.tensor else ()
 
-    def make(self, row: Cast | None, column: Cast | None) -> Pair:
-        pair = self._quantized(row, column)
-        if self.sharding is None or not any(isinstance(operand, QuantizedArray) for operand in pair):
-            return pair
-        finite = is_finite(self.x, frozenset(self.over))
-        row_operand, column_operand = (propagate(q, finite) if isinstance(q, QuantizedArray) else q for q in pair)
-        return row_operand, column_operand
+    @cached_property
+    def multiplier(self) -> jax.Array | None:
+        """Delayed scaling's multiplier, or None."""
+        return None if self.delayed is None else self.delayed.multiplier()
 
-    def _quantized(self, row: Cast | None, column: Cast | None) -> Pair:
+    def make(self, row: Cast | None, column: Cast | None) -> Operands:
         made = None if self.sharding is not None else self._by_kernel(row, column)
         if made is not None:
             return made
+        pair = self._quantized(row, column)
+        if self.sharding is not None and any(isinstance(operand, QuantizedArray) for operand in pair):
+            finite = is_finite(self.x, frozenset(self.over))
+            pair = tuple(propagate(q, finite) if isinstance(q, QuantizedArray) else q for q in pair)
+        return Operands(*pair)
+
+    def _quantized(self, row: Cast | None, column: Cast | None) -> Pair:
         if row is not None and column is not None and row.format is not None and row.format is column.format:
             if self.sharding is None and not row.rotate and row.stochastic == column.stochastic:
                 return self._from_one_read(row.format, row.stochastic, column.rotate)
@@ -131,23 +157,25 @@ class _Operands:
             None if cast is None else self._one_direction(cast, columnwise=bool(i)) for i, cast in enumerate((row, column))
         )  # pyright: ignore[reportReturnType]
 
-    def _by_kernel(self, row: Cast | None, column: Cast | None) -> Pair | None:
-        """Casts by a kernel that aligns codes or makes x itself; None where there is none."""
+    def _by_kernel(self, row: Cast | None, column: Cast | None) -> Operands | None:
+        """Casts by a kernel that aligns codes, makes x itself, or finds delayed scaling's amax; None where there is none."""
         casts = [cast for cast in (row, column) if cast is not None]
         format = casts[0].format if casts else None
         if format is None or any(cast.format is not format or cast.stochastic for cast in casts) or (row and row.rotate):
             return None
         if choice.missing_product(0) is not None:
             return None
-        plain = operand_cast(row, column, eps_for(format, self.eps), given=given_of(None, self.multiplier))
+        # Ranks of a tensor-parallel group share an amax, which no kernel finds.
+        scaled = self.delayed is not None and self.placement.tensor is None and format.per_tensor
+        plain = operand_cast(row, column, eps_for(format, self.eps), given="scale" if scaled else None)
         for gated in (True, False) if self.made is not None else (False,):
             cast = plain._replace(aligned=self.aligned)
             cast = cast if cast.one_pass(stored=not gated) and self.x.size else plain
-            if cast.of_made(*self.x.shape) if gated else cast is not plain:
+            if cast.of_made(*self.x.shape) if gated else scaled or cast is not plain:
                 return self._run(cast, format, gated)
         return None
 
-    def _run(self, cast: OperandCast, format: Format, gated: bool) -> Pair:
+    def _run(self, cast: OperandCast, format: Format, gated: bool) -> Operands:
         x, function, first = self.x, "quantize", 0
         inputs: tuple[jax.Array | None, ...] = (x,)
         if gated:
@@ -155,25 +183,30 @@ class _Operands:
             inputs, function, first = self.made[1:], "quantize_gated", ACTIVATIONS[self.activation]
         lengths = x.shape[1], x.shape[0]
 
-        def kernel(x, inputs, multiplier):
-            return cuda.quantize_made(inputs, cast, multiplier, function, first)
+        def kernel(x, inputs, scale):
+            return cuda.quantize_made(inputs, cast, scale, function, first)
 
-        def definition(x, inputs, multiplier):
+        def definition(x, inputs, scale):
             found: list[Quantized | None] = [None, None]
+            amax = multiplier = None
+            if scale is not None:
+                amax = XLA.amax(x, format=format).blocks.reshape(())
+                multiplier, amax = delayed_multiplier(scale, amax, format, cast.eps), amax.view(jnp.float32)
             for way, turned in enumerate((x, rotate(x.mT) if cast.rotate else x.mT)):
                 if cast[way] is not None:
                     parts = marked(XLA.quantize)(turned, None, multiplier, format=format, eps=cast.eps)
                     found[way] = align(parts, format, lengths[way]) if cast.aligned[way] else parts
-            return found[0], found[1]
+            return found[0], found[1], amax
 
-        parts = explicit.on_device(kernel, definition, x, inputs, self.multiplier)
+        scale = self.delayed.scale if cast.given == "scale" and self.delayed is not None else None
+        *parts, amax = explicit.on_device(kernel, definition, x, inputs, scale)
         made: list[Side | None] = [None, None]
         for way, part in enumerate(parts):
             if part is not None and cast.aligned[way]:
                 made[way] = Aligned(part.codes, part.scales, format, lengths[way], np.dtype(x.dtype))
             elif part is not None:
                 made[way] = wrap_parts(part, format, x, columnwise=bool(way))
-        return made[0], made[1]
+        return Operands(*made, amax)
 
     def _from_one_read(self, format: Format, stochastic: bool, rotate: bool) -> Pair:
         eps, key = eps_for(format, self.eps), None

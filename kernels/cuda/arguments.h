@@ -78,6 +78,7 @@ struct QuantizeArguments {
   const int32_t* amax;          // of the tensor, fp32 bits; or null
   const int32_t* amax_t;        // of the transposed tensor, which differs if it is rotated
   const float* multiplier;      // per tensor, instead of amax
+  bool measured;                // `recorded` has the amax, which counts where the multiplier isn't above 0
   int32_t* recorded;            // or null; initially zero. Per tensor raised to the amax of x, in blocks kInfinity if x has an Inf
   bool mark;                    // (tensor) scales become NaN if `amax` or `recorded` shows an Inf
   float* tensor_scale;          // two-level formats; or null
@@ -156,11 +157,13 @@ struct ScalesByTile {
   int tiles;      // along a line
 };
 
-cudaError_t launch_amax(const Matrices& x, int32_t* out, cudaStream_t stream);
+// `unless`: a scale on the device, or null. If it is above 0, x isn't read, and its amax is 0.
+cudaError_t launch_amax(const Matrices& x, int32_t* out, cudaStream_t stream, const float* unless = nullptr);
 // out: the amax of x, and of x after the Hadamard transform of its columns.
 cudaError_t launch_amax_rotated(const Matrices& x, int32_t* out, cudaStream_t stream);
 // The same for an activation's output; the second amax only with `rotated`.
-cudaError_t launch_amax_gated(const Matrices& x, const Gated& gated, bool rotated, int32_t* out, cudaStream_t stream);
+cudaError_t launch_amax_gated(const Matrices& x, const Gated& gated, bool rotated, int32_t* out, cudaStream_t stream,
+                              const float* unless = nullptr);
 // Raises history[0] to the amax unless that is Inf.
 cudaError_t launch_record_amax(const int32_t* amax, float* history, cudaStream_t stream);
 cudaError_t launch_amax_blocks(const AmaxBlocksArguments& a, cudaStream_t stream);

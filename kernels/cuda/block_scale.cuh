@@ -24,11 +24,12 @@ template <class E, int Block>
 __device__ __forceinline__ TensorScale tensor_scale(const QuantizeArguments& a, const int32_t* tensor_amax) {
   TensorScale t{1.0f, 1.0f, 1.0f};
   if constexpr (Block == 0) {
-    if (a.multiplier != nullptr) {
-      t.multiplier = __ldg(a.multiplier);
+    if (a.multiplier != nullptr) t.multiplier = __ldg(a.multiplier);
+    if (a.multiplier != nullptr && !(a.measured && __float_as_int(t.multiplier) <= 0)) {
       t.decode = divide(1.0f, t.multiplier);
     } else {
-      const int32_t amax = __ldg(tensor_amax);
+      // Elsewhere threads are raising `recorded` to what it is already.
+      const int32_t amax = a.multiplier != nullptr ? __ldcg(a.recorded) : __ldg(tensor_amax);
       const auto s = a.format.rule == ScaleRule::kPow2
                          ? fp8_scale<E, ScaleRule::kPow2, float>(amax, a.eps_bits, kFp32Max)
                          : fp8_scale<E, ScaleRule::kFp32, float>(amax, a.eps_bits, kFp32Max);

@@ -11,9 +11,9 @@
 //            measure, eps_bits, largest_bits, rotate_t, mark, row, column, rows, columns)
 //       codes, scales: along the rows of x. codes_t, scales_t: of x transposed. Either, or both from one read.
 //       amax: of the tensor, for formats with one scale per tensor or two levels: int32 bits; with `measure` it is computed first, in
-//       place; a float32 is the multiplier itself (delayed scaling). With rotate_t it has two elements, the second for the rotated,
-//       transposed direction. recorded: int32 [1]; with one scale per tensor it becomes the amax of x, in blocks the bits of Inf if x
-//       contains one. mark: scales (tensor scales, with two levels) become NaN if x contains an Inf; requires `recorded` if there is no
+//       place; a float32 is the multiplier itself (delayed scaling), with `measure` only if it is above 0: otherwise the amax of x
+//       decides, which is computed first. With rotate_t it has two elements, the second for the rotated, transposed direction.
+//       recorded: int32 [1]; with one scale per tensor it becomes the amax of x, in blocks the bits of Inf if x contains one. mark: scales (tensor scales, with two levels) become NaN if x contains an Inf; requires `recorded` if there is no
 //       amax.
 //       key: int32 or uint32 [2], or [4] whose second pair is for codes_t; absent: round to nearest even. rotate_t: apply the random
 //       Hadamard transform before codes_t. largest_bits: fp32 bits that replace an FP8 block multiplier that overflows.
@@ -148,8 +148,8 @@ void quantize(TensorView x, MaybeTensor amax, MaybeTensor key, MaybeTensor recor
     check(has(amax), "a format with one scale per tensor or two levels needs an amax");
     check_array(amax, "amax", on.device, rotate_t ? 2 : 1, 32, "one int32 (bits) or one float32 (a multiplier), two int32 with rotate_t");
     if (amax.value().dtype().code == kDLFloat) {
-      check(whole && !measure, "a multiplier is for formats with one scale per tensor, and without `measure`");
-      a.multiplier = data_of<const float>(amax);
+      check(whole && (!measure || has(recorded)), "a multiplier is for formats with one scale per tensor, and `measure` needs `recorded`");
+      a.multiplier = data_of<const float>(amax), a.measured = measure;
     } else {
       a.amax = data_of<const int32_t>(amax);
       a.amax_t = a.amax + (rotate_t ? 1 : 0);
@@ -174,6 +174,7 @@ void quantize(TensorView x, MaybeTensor amax, MaybeTensor key, MaybeTensor recor
     int32_t* out = data_of<int32_t>(amax);
     on.done(rotate_t ? launch_amax_rotated(a.x, out, on.stream) : launch_amax(a.x, out, on.stream));
   }
+  if (a.measured) on.done(launch_amax(a.x, a.recorded, on.stream, a.multiplier));
   const bool empty = x.numel() == 0;
   if (empty && !whole && !two_levels) return;
   if (!empty && !has(codes) && !has(codes_t)) return;

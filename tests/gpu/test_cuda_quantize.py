@@ -9,10 +9,11 @@ from cuda_arrays import assert_same, capture, to_gpu, to_numpy
 from same_tensors import assert_equal
 from samples import DTYPES, KINDS, all_patterns, sample
 
-from blockfp.definition import four_over_six, numerics
+from blockfp.definition import four_over_six, numerics, scaling
 from blockfp.formats import FORMATS, Format
-from blockfp.kernels import cuda_library
+from blockfp.kernels import calls, cuda_library
 from blockfp.kernels.calls import format_numbers
+from blockfp.kernels.operand_cast import OperandCast
 
 WITH_KERNELS = [format for format in FORMATS if not format.scale.four_over_six]
 BY_NAME = pytest.mark.parametrize("format", WITH_KERNELS, ids=str)
@@ -321,6 +322,33 @@ def test_delayed_scaling_casts_and_records():
     assert (to_numpy(codes) == expected).all()
     assert stored.item() == np.float32(1) / np.float32(3)
     assert recorded.cpu().view(torch.float32).item() == np.abs(x.astype(np.float32)).max()
+
+
+@pytest.mark.parametrize("shape", [(128, 256), (4096, 1040), (32, 8), (37, 150)])
+@pytest.mark.parametrize("scale", [0.0, 3.0])
+@pytest.mark.parametrize("kind", ["bf16_valued", "random_bits", "special", "zeros"])
+def test_delayed_scaling_measures_where_it_has_no_scale(shape, scale, kind):
+    """A matrix and what an activation makes, both directions; a NaN in x doesn't count in its amax, an Inf marks the scales."""
+    format = Format.parse("fp8_e4m3")
+    x = sample(kind, shape, "bfloat16")
+    with np.errstate(all="ignore"):
+        made = np.where(x <= 0, np.float32(0), x.astype(np.float32) ** 2).astype(x.dtype)
+    for function, inputs, values in (("quantize", (to_gpu(x),), x), ("quantize_gated", (to_gpu(x), None), made)):
+        cast = OperandCast(format, format, "scale")
+        if function == "quantize_gated" and not cast.of_made(*shape):
+            continue
+        call = calls.quantize(shape, "bfloat16", cast, function, first=calls.ACTIVATIONS["relu2"])
+        found = cuda.carry_out(call, *inputs, amax=torch.tensor([scale], device="cuda"))
+        amax = numerics.amax(values, format).blocks
+        multiplier = scaling.delayed_multiplier(np.full(1, scale, np.float32), amax.reshape(1), format)[0]
+        for names, one in ((calls.PARTS, values), (calls.PARTS_T, swapped(values))):
+            wanted = numerics.quantize(one, format, multiplier=multiplier)
+            if np.isinf(values).any():
+                wanted = wanted._replace(scales=np.full_like(wanted.scales, np.nan))
+            codes, scales = (to_numpy(found[name]) for name in names[:2])
+            assert (codes == wanted.codes).all(), f"{function} {names}"
+            np.testing.assert_array_equal(scales, wanted.scales)
+        assert found["recorded"].item() == amax.item()
 
 
 def test_another_stream():

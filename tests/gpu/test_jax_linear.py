@@ -1,6 +1,7 @@
 """JAX's linear layers on a GPU: recipes against the products of their operands, cuBLASLt's products, what XLA compiles."""
 
 import re
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -160,6 +161,55 @@ def test_hopper_multiplies_any_lengths(a, b, shape):
     lowered = jax.jit(partial(products.product, dtype=jnp.float32, fast=False)).lower(left, right)
     assert "blockfp_product" in lowered.as_text()
     assert_product(lowered.compile()(left, right), *exact, PRECISE)
+
+
+@pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("gelu", False), ("relu2", True)])
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "mxfp8", "nvfp4"])
+def test_a_layer_makes_its_input(recipe, activation, gated):
+    """Beside the layer of what XLA makes, whose roundings may fall otherwise here and there."""
+    needs_library()
+    x, w, _ = sizes()
+    up = values(x.shape, 5) if gated else None
+    function = {"silu": jax.nn.silu, "gelu": partial(jax.nn.gelu, approximate=False), "relu2": lambda x: jax.nn.relu(x) ** 2}
+
+    def apart(x, up):
+        made = function[activation](x.astype(jnp.float32)).astype(x.dtype)
+        return bfp.linear(made if up is None else made * up, w, recipe=recipe, key=KEY).astype(jnp.float32)
+
+    def together(x, up):
+        return bfp.linear(x, w, recipe=recipe, key=KEY, activation=activation, up=up).astype(jnp.float32)
+
+    lowered = jax.jit(together).lower(x, up)
+    assert "blockfp_quantize_gated" in lowered.as_text()
+    y, wanted = lowered.compile()(x, up), jax.jit(apart)(x, up)
+    assert jnp.linalg.norm(y - wanted) <= 0.02 * jnp.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("activation", [None, "relu2"])
+@pytest.mark.parametrize("scale", [0.0, INPUT_SCALE])
+def test_delayed_scaling_finds_amaxes_as_it_casts(scale, activation):
+    needs_library()
+    x, w, g = sizes()
+    weight, state = bfp.quantize_params(w, "fp8_delayed"), bfp.delayed_state("fp8_delayed")
+    state = replace(state, input_scale=jnp.float32(scale), gradient_scale=jnp.float32(scale))
+
+    def run(x, weight, state):
+        def loss(weight, state):
+            y, new = bfp.linear(x, weight, recipe="fp8_delayed", state=state, activation=activation)
+            return jnp.vdot(y, g, preferred_element_type=jnp.float32), (y, new)
+
+        return bfp.value_and_grad(loss, (0, 1), has_aux=True)(weight, state)
+
+    compiled = jax.jit(run).lower(x, weight, state).compile()
+    assert "blockfp_amax" not in compiled.as_text()
+    assert ("blockfp_quantize_gated" in compiled.as_text()) == (activation is not None)
+    (_, (y, new)), (_, seen) = compiled(x, weight, state)
+    a = np.asarray(x) if activation is None else (np.maximum(np.asarray(x, np.float32), 0) ** 2).astype(jnp.bfloat16)
+    assert new.input_amax_history[0] == np.abs(a).max()
+    assert seen.gradient_amax_history[0] == np.abs(np.asarray(g)).max()
+    recipe = recipes.parse("fp8_delayed" if scale else "fp8_current")
+    scales = (np.float32(scale),) if scale else ()
+    assert_product(y, operand(a, recipe, "input", "rowwise", *scales), operand(w, recipe, "weight", "rowwise"), FAST)
 
 
 @pytest.mark.parametrize(("recipe", "count"), [("fp8_current", 3), ("fp8_delayed", 3), ("fp8_block", 3), ("mxfp8", 3)])

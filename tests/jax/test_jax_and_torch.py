@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from blockfp.jax_backend.linear.layer_placement import LayerPlacement
-from blockfp.jax_backend.linear.operands import gradient_operands, input_operands
+from blockfp.jax_backend.linear.operands import Delayed, gradient_operands, input_operands
 from casting import CASTING
 from samples import bits_of, sample
 
@@ -38,11 +38,11 @@ def assert_same_parts(array, parts, what):
 @cache
 def operands_of(recipe, operand):
     """The compiled JAX function that makes both operands of an input or a gradient."""
-    multiplier = None if recipe.delayed is None else jnp.asarray(MULTIPLIER)
+    delayed = None if recipe.delayed is None else Delayed(jnp.asarray(MULTIPLIER), lambda: jnp.asarray(MULTIPLIER))
     key = jnp.asarray([KEY >> 32, KEY & 0xFFFFFFFF], jnp.uint32)
     if operand == "input":
-        return jax.jit(lambda x: input_operands(x, recipe, HERE, multiplier))
-    return jax.jit(lambda x: gradient_operands(x, recipe, HERE, multiplier, key))
+        return jax.jit(lambda x: input_operands(x, recipe, HERE, delayed)[:2])
+    return jax.jit(lambda x: gradient_operands(x, recipe, HERE, delayed, key)[:2])
 
 
 def assert_same_operands(x, recipe, operand):

@@ -1,6 +1,7 @@
 """JAX's code of the CUDA path: dense, aligned and grouped products, with kernels that the definition carries out."""
 
 import math
+from functools import partial
 
 import emulated_cuda_in_jax
 import jax
@@ -65,6 +66,46 @@ def test_layers(recipe, shape):
     tokens, n, k = shape
     x, w, gradient = values((tokens, k), 0), values((n, k), 1) * 0.1, values((tokens, n), 2)
     assert_close_to_the_cpus(lambda x, w: bfp.linear(x, w, recipe=recipe, key=7), x, w, gradient)
+
+
+@pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("gelu_tanh", False)])
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "mxfp8", "nvfp4"])
+def test_layers_behind_an_activation(recipe, activation, gated):
+    x, w, gradient = values((64, 128), 0), values((96, 128), 1) * 0.1, values((64, 96), 2)
+    up = values((64, 128), 3) if gated else None
+    layer = partial(bfp.linear, recipe=recipe, key=7, activation=activation)
+    assert_close_to_the_cpus(lambda x, w: layer(x, w, up=up), x, w, gradient)
+
+
+@pytest.mark.parametrize("activation", [None, "relu2"])
+@pytest.mark.parametrize("scales", [(0.0, 0.0), (37.5, 100.0), (37.5, 0.0)])
+def test_delayed_scaling_finds_amaxes_as_it_casts(scales, activation):
+    """Also before its first update, where they make the scales; no pass is for an amax alone."""
+    x, gradient = values((48, 128), 0), values((48, 96), 2)
+    w = bfp.quantize_params(values((96, 128), 1) * 0.1, "fp8_delayed")
+    state = bfp.DelayedState(jnp.zeros(4), jnp.float32(scales[0]), jnp.zeros(4), jnp.float32(scales[1]))
+
+    def step(x, w, state):
+        def loss(x, w, state):
+            y, new = bfp.linear(x, w, recipe="fp8_delayed", state=state, activation=activation)
+            return jnp.vdot(y, gradient, preferred_element_type=jnp.float32), (y, new)
+
+        return bfp.value_and_grad(loss, (0, 1, 2), has_aux=True)(x, w, state)
+
+    (_, (y, new)), (dx, dw, seen) = jax.jit(step)(x, w, state)
+    with emulated_cuda_in_jax.launches():
+        found = jax.block_until_ready(jax.jit(step)(x, w, state))
+        assert emulated_cuda_in_jax.calls.count("quantize_gated") == (activation is not None)
+        assert "amax" not in emulated_cuda_in_jax.calls
+    (_, (found_y, found_new)), (found_dx, found_dw, found_seen) = found
+    made = np.asarray(x, np.float32) if activation is None else np.maximum(np.asarray(x, np.float32), 0) ** 2
+    assert found_new.input_amax_history[0] == np.abs(made).astype(jnp.bfloat16).max()
+    assert found_seen.gradient_amax_history[0] == jnp.abs(gradient).max()
+    for ours, theirs in zip(jax.tree.leaves((found_new, found_seen)), jax.tree.leaves((new, seen)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    for ours, theirs in ((found_y, y), (found_dx, dx), (found_dw, dw)):
+        ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+        assert np.linalg.norm(ours - theirs) <= 0.01 * np.linalg.norm(theirs)
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "fp8_row"])

@@ -123,7 +123,10 @@ def quantize(
     words = amax_bits(x)
     if recorded is not None:
         write(recorded, words if format.per_tensor else words * (words == bits.INFINITY))
-    if measure:
+    multiplied = format.per_tensor and amax.dtype is torch.float32
+    if measure and multiplied:
+        amax = scaling.delayed_multiplier(amax, words.reshape(amax.shape), format, eps)
+    elif measure:
         write(amax[:1], words)
         if rotate_t:
             write(amax[1:], amax_bits(rotation.rotate(x.mT)))
@@ -137,7 +140,7 @@ def quantize(
         turned = number == 1
         values = rotation.rotate(values) if turned and rotate_t else values
         options = {"key": _key(key, number), "eps": eps, "nominal": nominal, "origin": origin, "shape": _whole(shape)}
-        if format.per_tensor and amax.dtype is torch.float32:
+        if multiplied:
             options = {"key": options["key"], "multiplier": amax, "origin": origin, "shape": _whole(shape)}
         elif format.per_tensor:
             options["amax"] = Amax(amax.reshape((1,) * x.ndim), None, None)

@@ -9,21 +9,23 @@
 namespace blockfp {
 namespace cuda {
 
-cudaError_t launch_amax(const Matrices& x, int32_t* out, cudaStream_t stream) {
+// Thread blocks that fill any GPU; each continues with further rows.
+constexpr int64_t kFilling = 1056;
+
+cudaError_t launch_amax(const Matrices& x, int32_t* out, cudaStream_t stream, const float* unless) {
   if (cudaError_t error = cudaMemsetAsync(out, 0, sizeof(int32_t), stream); error != cudaSuccess) return error;
   const int64_t elements = x.batches * x.rows * x.columns;
   if (elements == 0) return cudaSuccess;
   return with_dtype(x.dtype, [&](auto dtype) {
     using T = decltype(dtype);
-    if (is_contiguous(x)) {
+    if (is_contiguous(x) && unless == nullptr) {
       constexpr int kUnroll = 4;
       const int64_t blocks = ceil_div(elements, 8 * kAmaxThreads * kUnroll);
       if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
       amax_flat<T, kUnroll><<<blocks, kAmaxThreads, 0, stream>>>(static_cast<const typename T::Raw*>(x.data), elements, aligned(x.data), out);
     } else {
-      // Enough blocks to fill any GPU; each continues with further rows.
-      const int64_t blocks = std::min(ceil_div(x.batches * x.rows, kAmaxThreads / 32), int64_t{1056});
-      amax_general<T><<<blocks, kAmaxThreads, 0, stream>>>(x, out);
+      const int64_t blocks = std::min(ceil_div(x.batches * x.rows, kAmaxThreads / 32), kFilling);
+      amax_general<T><<<blocks, kAmaxThreads, 0, stream>>>(x, out, unless);
     }
     return cudaGetLastError();
   });
@@ -44,17 +46,19 @@ cudaError_t rotated(const Matrices& x, int32_t* out, cudaStream_t stream, Launch
 }
 
 template <class T>
-cudaError_t amax_of_gated(const Matrices& x, const Gated& gated, bool also_rotated, int32_t* out, cudaStream_t stream) {
+cudaError_t amax_of_gated(const Matrices& x, const Gated& gated, bool also_rotated, int32_t* out, cudaStream_t stream,
+                          const float* unless) {
   if (also_rotated) {
     return rotated(x, out, stream, [&](int64_t blocks, int64_t across, int64_t groups) {
       amax_rotated<T><<<blocks, kRotatedThreads, 0, stream>>>(x, GatedEights{gated}, across, groups, out);
     });
   }
   constexpr int kUnroll = 2;
-  const int64_t eights = x.rows * (x.columns / 8), blocks = ceil_div(eights, kAmaxThreads * kUnroll);
+  const int64_t eights = x.rows * (x.columns / 8), all = ceil_div(eights, kAmaxThreads * kUnroll);
+  const int64_t blocks = unless == nullptr ? all : std::min(all, kFilling);
   if (cudaError_t error = cudaMemsetAsync(out, 0, sizeof(int32_t), stream); error != cudaSuccess || eights == 0) return error;
   if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
-  amax_gated<T, kUnroll><<<blocks, kAmaxThreads, 0, stream>>>(x, gated, eights, out);
+  amax_gated<T, kUnroll><<<blocks, kAmaxThreads, 0, stream>>>(x, gated, eights, out, unless);
   return cudaGetLastError();
 }
 
@@ -68,9 +72,10 @@ cudaError_t launch_amax_rotated(const Matrices& x, int32_t* out, cudaStream_t st
   });
 }
 
-cudaError_t launch_amax_gated(const Matrices& x, const Gated& gated, bool rotated, int32_t* out, cudaStream_t stream) {
-  return x.dtype == Bf16::kId ? amax_of_gated<Bf16>(x, gated, rotated, out, stream)
-                              : amax_of_gated<Fp16>(x, gated, rotated, out, stream);
+cudaError_t launch_amax_gated(const Matrices& x, const Gated& gated, bool rotated, int32_t* out, cudaStream_t stream,
+                              const float* unless) {
+  return x.dtype == Bf16::kId ? amax_of_gated<Bf16>(x, gated, rotated, out, stream, unless)
+                              : amax_of_gated<Fp16>(x, gated, rotated, out, stream, unless);
 }
 
 // Raises a history's newest entry to an amax unless that is Inf.

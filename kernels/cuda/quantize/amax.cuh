@@ -36,24 +36,31 @@ __global__ void __launch_bounds__(kAmaxThreads) amax_flat(const typename T::Raw*
   if (threadIdx.x == 0 && most > *static_cast<volatile int32_t*>(out)) atomicMax(out, most);
 }
 
-// The same for an activation's output: `Unroll` eights per thread.
+// Whether a scale exists, which makes an amax needless; the same in all threads.
+__device__ __forceinline__ bool is_known(const float* unless) { return unless != nullptr && __float_as_int(__ldg(unless)) > 0; }
+
+// The same for an activation's output: `Unroll` eights per thread, and again, a grid further on.
 template <class T, int Unroll>
 __global__ void __launch_bounds__(kAmaxThreads) amax_gated(const __grid_constant__ Matrices x, const __grid_constant__ Gated gated,
-                                                           int64_t eights, int32_t* out) {
+                                                           int64_t eights, int32_t* out, const float* unless) {
   __shared__ int32_t warps[kAmaxThreads / 32];
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * (kAmaxThreads * Unroll) + threadIdx.x, across = x.columns / 8;
-  GateAndUp<T> parts[Unroll];
-#pragma unroll
-  for (int u = 0; u < Unroll; ++u) {
-    const int64_t index = first + u * kAmaxThreads, row = index / across;
-    parts[u].gate = parts[u].up = zeros<T>();
-    if (index < eights) parts[u].load(x, gated, row, (index - row * across) * 8);
-  }
+  if (is_known(unless)) return;
+  constexpr int64_t kStep = kAmaxThreads * Unroll;
+  const int64_t across = x.columns / 8;
   int32_t most = 0;
-  with_activation(gated.activation, [&](auto activation) {
+  for (int64_t first = blockIdx.x * kStep + threadIdx.x; first - threadIdx.x < eights; first += gridDim.x * kStep) {
+    GateAndUp<T> parts[Unroll];
 #pragma unroll
-    for (int u = 0; u < Unroll; ++u) most = max(most, largest<T, false>(parts[u].template made<decltype(activation)::value>(gated)));
-  });
+    for (int u = 0; u < Unroll; ++u) {
+      const int64_t index = first + u * kAmaxThreads, row = index / across;
+      parts[u].gate = parts[u].up = zeros<T>();
+      if (index < eights) parts[u].load(x, gated, row, (index - row * across) * 8);
+    }
+    with_activation(gated.activation, [&](auto activation) {
+#pragma unroll
+      for (int u = 0; u < Unroll; ++u) most = max(most, largest<T, false>(parts[u].template made<decltype(activation)::value>(gated)));
+    });
+  }
   most = lanes_max<32>(most);
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = most;
   __syncthreads();
@@ -120,7 +127,8 @@ __device__ __forceinline__ int32_t element_bits(const Matrices& x, int64_t batch
 
 // Any strides; a warp takes a row at a time.
 template <class T>
-__global__ void __launch_bounds__(kAmaxThreads) amax_general(const __grid_constant__ Matrices x, int32_t* out) {
+__global__ void __launch_bounds__(kAmaxThreads) amax_general(const __grid_constant__ Matrices x, int32_t* out, const float* unless) {
+  if (is_known(unless)) return;
   int32_t most = 0;
   const int64_t warps = static_cast<int64_t>(gridDim.x) * (kAmaxThreads / 32);
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * (kAmaxThreads / 32) + threadIdx.x / 32; row < x.batches * x.rows;

@@ -57,6 +57,7 @@ void quantize_gated(TensorView gate, MaybeTensor up, MaybeTensor amax, MaybeTens
   QuantizeArguments a = made_arguments(both.x, "gate", on, outputs, checked_format(element, block_rows, block_columns, rule), measure,
                                        eps_bits, largest_bits, rotate_t);
   a.gated = both.gated;
+  if (a.measured) on.done(launch_amax_gated(a.x, a.gated, false, a.recorded, on.stream, a.multiplier));
   if (measure && a.amax != nullptr) on.done(launch_amax_gated(a.x, a.gated, rotate_t, data_of<int32_t>(amax), on.stream));
   on.done(with_element(a.format.element, [&](auto e) { return launch_gated<decltype(e)>(a, on.stream); }));
 }

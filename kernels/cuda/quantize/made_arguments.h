@@ -62,8 +62,9 @@ inline QuantizeArguments made_arguments(const Matrices& x, const char* name, con
     check_array(o.amax, "amax", on.device, rotate_t ? 2 : 1, 32,
                 "one int32 (bits) or one float32 (a multiplier), two int32 with rotate_t");
     if (o.amax.value().dtype().code == kDLFloat) {
-      check(whole && !measure, "a multiplier is for formats with one scale per tensor, and without `measure`");
-      a.multiplier = data_of<const float>(o.amax);
+      check(whole && (!measure || has(o.recorded)),
+            "a multiplier is for formats with one scale per tensor, and `measure` needs `recorded`");
+      a.multiplier = data_of<const float>(o.amax), a.measured = measure;
     } else {
       a.amax = data_of<const int32_t>(o.amax), a.amax_t = a.amax + (rotate_t ? 1 : 0);
     }
