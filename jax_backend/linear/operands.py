@@ -139,11 +139,11 @@ class _Operands:
         made = None if self.sharding is not None else self._by_kernel(row, column)
         if made is not None:
             return made
-        pair = self._quantized(row, column)
-        if self.sharding is not None and any(isinstance(operand, QuantizedArray) for operand in pair):
+        first, second = self._quantized(row, column)
+        if self.sharding is not None and (isinstance(first, QuantizedArray) or isinstance(second, QuantizedArray)):
             finite = is_finite(self.x, frozenset(self.over))
-            pair = tuple(propagate(q, finite) if isinstance(q, QuantizedArray) else q for q in pair)
-        return Operands(*pair)
+            first, second = (propagate(q, finite) if isinstance(q, QuantizedArray) else q for q in (first, second))
+        return Operands(first, second)
 
     def _quantized(self, row: Cast | None, column: Cast | None) -> Pair:
         if row is not None and column is not None and row.format is not None and row.format is column.format:
@@ -206,7 +206,7 @@ class _Operands:
                 made[way] = Aligned(part.codes, part.scales, format, lengths[way], np.dtype(x.dtype))
             elif part is not None:
                 made[way] = wrap_parts(part, format, x, columnwise=bool(way))
-        return Operands(*made, amax)
+        return Operands(made[0], made[1], amax)
 
     def _from_one_read(self, format: Format, stochastic: bool, rotate: bool) -> Pair:
         eps, key = eps_for(format, self.eps), None
