@@ -10,6 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from blockfp.formats import Format
+from blockfp.kernels import exact_order
 from blockfp.kernels.routes import exact_in_bfloat16
 from blockfp.recipes import Recipe
 
@@ -18,7 +19,8 @@ from ..implementations.carriers import carrier_of
 from ..implementations.jax_internals import without_tangents
 from ..params.params import dequantize_params, quantize_weight
 from .delayed import DelayedState
-from .products import Matrix
+from .layer_placement import LayerPlacement
+from .products import Matrix, check_order_on_device
 
 
 def check_tensors(x, weight, bias, *, grouped: bool = False) -> None:
@@ -67,6 +69,20 @@ def check_state(recipe: Recipe, state, key, compute: str = "quantized") -> None:
         raise ValueError(f"state belongs to a stack of {state.input_scale.shape} layers: use jax.vmap or lax.scan")
     if key is None and compute == "quantized" and (recipe.gradient.stochastic or recipe.gradient_columnwise.stochastic):
         raise ValueError(f"recipe {recipe} rounds gradients stochastically: pass a key, another one for each layer and step")
+
+
+def check_order(recipe: Recipe, x, weight, placement: LayerPlacement) -> None:
+    """Raises ValueError unless the forward's sums have a defined order (`kernels.exact_order`); dgrad's and wgrad's products
+    check themselves when a gradient is traced."""
+    check_order_on_device()
+    try:
+        exact_order.check(recipe, np.dtype(x.dtype).name, np.dtype(weight.dtype).name, ("forward",))
+    except ValueError as error:
+        raise ValueError(f"recipe {recipe}: {error}") from error
+    if placement.tensor is not None:
+        raise ValueError(
+            f"recipe {recipe} has exact_order, and the ranks of {placement.tensor!r} would add their terms in any order"
+        )
 
 
 def stored_weight(weight, recipe: Recipe) -> tuple[Matrix, jax.Array | None]:

@@ -22,7 +22,7 @@ from blockfp.recipes import Cast, Recipe, RecipeName
 
 from ..arrays.array import QuantizedArray
 from ..implementations import explicit, ops
-from .arguments import check_quantized_input, check_state, check_tensors, stored_weight
+from .arguments import check_order, check_quantized_input, check_state, check_tensors, stored_weight
 from .delayed import DelayedState, given_back
 from .grouped_codes import GroupCodes, quantize_groups
 from .grouped_products import all_at_once, multiply_columns, multiply_rows
@@ -120,10 +120,6 @@ def grouped_linear(
             unevenly or inside blocks; or an operand is cut over Explicit axes outside shard_map.
     """
     recipe = recipes.for_linear(recipe)
-    if recipe.exact_order:
-        raise ValueError(
-            f"recipe {recipe} has exact_order, and grouped_linear adds spans of rows: multiply each group by linear"
-        )
     check_tensors(x, weight, bias, grouped=True)
     check_state(recipe, state, key)
     if isinstance(x, QuantizedArray):
@@ -132,6 +128,8 @@ def grouped_linear(
     placement = LayerPlacement.of(weight, data_axes, False)
     _check_axes(placement, expert_axis)
     _check_cut(placement, recipe)
+    if recipe.exact_order:
+        check_order(recipe, x, weight, placement)
     out, features = placement.gathered_shape(weight)
     groups = weight.shape[0]
     given, group_sizes = group_sizes, jnp.asarray(group_sizes)

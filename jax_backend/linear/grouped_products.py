@@ -89,7 +89,7 @@ def multiply_rows(
 
     def kernel(x, weight, bias, tiles):
         weight = _turned(weight) if turned and mode != "aligned" else weight
-        ends, options = jnp.cumsum(tiles.sizes), {"capability": capability(), "fast": fast}
+        ends, options = jnp.cumsum(tiles.sizes), {"capability": capability(), "fast": fast and "order" not in exact}
         if mode is None:
             formats, left, right = None, _values(x), _values_of_weight(weight)
         elif mode == "aligned":
@@ -104,7 +104,8 @@ def multiply_rows(
 
     def definition(x, weight, bias, tiles):
         weight = weight.mT if turned else weight
-        return gather_rows(by_rows(x.tiles(tiles), weight, tiles, dtype, bias=bias, fast=fast, exact="exact"), tiles.target)
+        y = by_rows(x.tiles(tiles), weight, tiles, dtype, bias=bias, fast=fast, exact=_elsewhere(exact))
+        return gather_rows(y, tiles.target)
 
     return explicit.on_device(kernel, definition, x, weight, bias, tiles)
 
@@ -126,13 +127,18 @@ def multiply_columns(a: GroupCodes, b: GroupCodes, tiles: Tiles, dtype, *, fast:
             # Scales of an empty group are undefined, and its sum of nothing is multiplied by them.
             return codes, jnp.where(tiles.sizes > 0, scales, 1) if scales.ndim == 1 else scales
 
-        options = {"capability": capability(), "along_k": True, "fast": fast}
+        options = {"capability": capability(), "along_k": True, "fast": fast and "order" not in exact}
         return cuda.multiply_groups(of_filled(a), of_filled(b), formats, jnp.cumsum(tiles.sizes), dtype, **options)
 
     def definition(a, b, tiles):
-        return by_columns(a.tiles(tiles), b.tiles(tiles), tiles, dtype, fast=fast, exact="exact")
+        return by_columns(a.tiles(tiles), b.tiles(tiles), tiles, dtype, fast=fast, exact=_elsewhere(exact))
 
     return explicit.on_device(kernel, definition, a, b, tiles)
+
+
+def _elsewhere(exact: Exact) -> Exact:
+    """Returns the exactness of a product on other devices, which align operands for the sake of an order of sums alone."""
+    return exact if "order" in exact else "exact"
 
 
 def _codes(x: GroupCodes) -> _Pair:

@@ -3,22 +3,28 @@
 Group sizes are only known at run time, and XLA on NVIDIA GPUs multiplies ragged groups by masking: all rows with every weight.
 Here a loop runs over spans, whose number of tiles only depends on shapes. A group's last span extends beyond the group, into
 rows that the next group overwrites, or that are zeroed if they would be summed.
+
+With `Recipe.exact_order` the spans of a sum can't be added to each other. One span then holds the whole group, and is less than
+twice as long: `lax.switch` chooses among widths that double.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from blockfp.definition import alignment
 from blockfp.definition.recipe import Exact
+from blockfp.kernels import exact_order
 
 from ..arrays.array import QuantizedArray
 from ..implementations import explicit
 from ..params.params import shares_scale
-from .products import Matrix, product
+from .products import Matrix, format_of, product
 from .tiles import Tiles
 
 
@@ -42,7 +48,8 @@ def by_rows(
 
         def of_span(i, y: jax.Array) -> jax.Array:
             span = _span(of_groups, tiles, group, i)
-            each = product(_side_by_side(x, span, tiles, axis=0), matrix, dtype, bias=own, fast=fast, exact=exact)
+            rows = _side_by_side(x, span, tiles.spare, axis=0)
+            each = product(rows, matrix, dtype, bias=own, fast=fast, exact=exact)
             return vary(lax.dynamic_update_slice_in_dim(y, each, span.first * tiles.rows, 0))
 
         return lax.fori_loop(0, -(-of_groups.own[group] // tiles.spare), of_span, y)
@@ -55,19 +62,52 @@ def by_columns(a: Matrix, b: Matrix, tiles: Tiles, dtype, *, fast: bool, exact: 
     """Returns [groups, m, n]: sums over each group's tiles of a [tiles, m, rows] times b [tiles, n, rows], transposed."""
     vary = _varying(a, b, tiles)
     of_groups = _of_groups(tiles)
+    ordered = "order" in exact
+    if ordered:
+        a, b = _aligned_in_order(a, b, exact)
+
+    def multiplied(span: _Span, width: int, dtype) -> jax.Array:
+        left = _side_by_side(a, span, width, axis=1, beyond=-0.0 if ordered else 0.0)
+        return vary(product(left, _side_by_side(b, span, width, axis=1), dtype, fast=fast, exact=exact))
 
     def of_group(_, group):
-        def of_span(i) -> jax.Array:
-            span = _span(of_groups, tiles, group, i)
-            left, right = (_side_by_side(each, span, tiles, axis=1) for each in (a, b))
-            return vary(product(left, right, jnp.float32, fast=fast, exact=exact))
-
         # Start with the first span (zeros if the group is empty), which saves an addition to zeros.
+        total = multiplied(_span(of_groups, tiles, group, 0), tiles.spare, jnp.float32)
         count = -(-of_groups.own[group] // tiles.spare)
-        total = lax.fori_loop(1, count, lambda i, total: total + of_span(i), of_span(0))
-        return None, total.astype(dtype)
 
-    return lax.scan(of_group, None, jnp.arange(tiles.sizes.shape[0]))[1]
+        def add(i, total):
+            return total + multiplied(_span(of_groups, tiles, group, i), tiles.spare, jnp.float32)
+
+        return None, lax.fori_loop(1, count, add, total).astype(dtype)
+
+    def of_group_in_order(_, group):
+        span, widths = _span(of_groups, tiles, group, 0), _widths(tiles)
+        sums = [partial(multiplied, width=width, dtype=dtype) for width in widths]
+        return None, lax.switch((span.own > jnp.array(widths[:-1], jnp.int32)).sum(), sums, span)
+
+    return lax.scan(of_group_in_order if ordered else of_group, None, jnp.arange(tiles.sizes.shape[0]))[1]
+
+
+def _widths(tiles: Tiles) -> list[int]:
+    """Returns the numbers of tiles of spans, doubling up to those of the largest possible group."""
+    most, widths = tiles.group.shape[0] - tiles.spare, [tiles.spare]
+    while widths[-1] < most:
+        widths.append(min(2 * widths[-1], most))
+    return widths
+
+
+def _aligned_in_order(a: Matrix, b: Matrix, exact: Exact) -> tuple[Matrix, Matrix]:
+    """Aligns the tiles that a product with one order of sums would align; a tile holds whole units of 128."""
+    chosen = exact_order.route_in_order(format_of(a), format_of(b), a.dtype.name, b.dtype.name, exact=exact)
+    if chosen.mode != "aligned":
+        return a, b
+
+    def aligned(x: Matrix) -> QuantizedArray:
+        assert isinstance(x, QuantizedArray)
+        codes, scales, _ = alignment.align(x.codes, x.scales, x.format, columns=x.columns)
+        return x.replace(codes=codes, scales=scales, format=alignment.aligned_format(x.format))
+
+    return aligned(a), aligned(b)
 
 
 def _varying(*operands: Any):
@@ -82,34 +122,45 @@ def _of_groups(tiles: Tiles) -> _Span:
     return _Span(jnp.cumsum(own) - own, own)
 
 
-def _span(of_groups: _Span, tiles: Tiles, group: jax.Array, number: jax.Array) -> _Span:
+def _span(of_groups: _Span, tiles: Tiles, group: jax.Array, number: jax.Array | int) -> _Span:
     before = number * tiles.spare
     return _Span(of_groups.first[group] + before, of_groups.own[group] - before)
 
 
-def _side_by_side(x: Matrix, span: _Span, tiles: Tiles, axis: int) -> Any:
-    """Joins the tiles of a span to one matrix, along `axis`; zeroes other groups' tiles if their rows would be summed."""
-    kept = jnp.arange(tiles.spare, dtype=jnp.int32)[:, None, None] < span.own
+def _side_by_side(x: Matrix, span: _Span, width: int, axis: int, beyond: float = 0.0) -> Any:
+    """Joins `width` tiles of a span to one matrix, along `axis`; zeroes other groups' tiles if their rows would be summed.
 
-    def taken(part: jax.Array) -> jax.Array:
-        some = lax.dynamic_slice_in_dim(part, span.first, tiles.spare)
-        return jnp.where(kept, some, jnp.zeros((), part.dtype)) if axis else some
+    These tiles' float32 scales become `beyond`. A product with one order multiplies their sums, +0, and adds that to the total:
+    -0 leaves it as it is, and +0 would change one that is -0.
+    """
+    codes = x.codes if isinstance(x, QuantizedArray) else x
+    # A wide span may reach beyond the last tile: it then begins before the group.
+    start = jnp.minimum(span.first, codes.shape[0] - width)
+    place = start + jnp.arange(width, dtype=jnp.int32)[:, None, None]
+    kept = (place >= span.first) & (place < span.first + span.own)
 
-    def joined(part: jax.Array) -> jax.Array:
-        some = taken(part)
+    def taken(part: jax.Array, other: float = 0.0) -> jax.Array:
+        some = lax.dynamic_slice_in_dim(part, start, width)
+        return jnp.where(kept, some, jnp.asarray(other, part.dtype)) if axis else some
+
+    def first(part: jax.Array) -> jax.Array:
+        return jnp.where(span.own > 0, part[span.first], jnp.zeros((), part.dtype))
+
+    def joined(part: jax.Array, other: float = 0.0) -> jax.Array:
+        some = taken(part, other)
         return some.swapaxes(0, 1).reshape(some.shape[1], -1) if axis else some.reshape(-1, some.shape[-1])
 
     if not isinstance(x, QuantizedArray):
         return joined(x)
     scales, tensor_scale = x.scales, x.tensor_scale
     if not x.format.per_tensor:
-        scales = joined(scales)
+        scales = joined(scales, beyond)
     else:
         # One scale for all groups, or one per group, equal in all of its tiles.
-        scales = scales[0] if scales.shape[0] == 1 else taken(scales)[0]
+        scales = scales[0] if scales.shape[0] == 1 else first(scales)
     if tensor_scale is not None:
-        tensor_scale = taken(tensor_scale[:, None, None])[0, 0, 0]
-    columns = x.columns * (tiles.spare if axis else 1)
+        tensor_scale = first(tensor_scale)
+    columns = x.columns * (width if axis else 1)
     return x.replace(codes=joined(x.codes), scales=scales, tensor_scale=tensor_scale, columns=columns)
 
 

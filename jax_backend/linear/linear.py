@@ -20,18 +20,17 @@ from jax.sharding import PartitionSpec
 from blockfp import recipes
 from blockfp.definition.rounding import Key
 from blockfp.formats import FP8_E4M3
-from blockfp.kernels import exact_order
 from blockfp.recipes import Compute, Operand, Recipe, RecipeName
 
 from ..arrays.array import QuantizedArray
 from ..implementations import explicit, ops
-from .arguments import check_state, check_tensors, stored_weight
+from .arguments import check_order, check_state, check_tensors, stored_weight
 from .delayed import DelayedState, given_back
 from .layer import Layer
 from .layer_placement import ExplicitLayout, LayerPlacement
 from .layer_state import LayerState, takes_layer_state
 from .operands import Delayed, Operands, gradient_operands, input_operands
-from .products import Matrix, check_order_on_device, product
+from .products import Matrix, product
 from .prologue import Activation, Made, activated, values_of
 from .prologue import check as check_activation
 from .straight_through import DGRAD, FORWARD, WGRAD, Product, values
@@ -212,7 +211,7 @@ def linear_to(
     placement = LayerPlacement.of(weight, data_axes, sequence)
     check_state(recipe, state, key, compute)
     if run.exact_order:
-        _check_order(run, x, weight, placement)
+        check_order(run, x, weight, placement)
     weight, carrier = stored_weight(weight, recipe)
     placement.check(x, weight, bias)
     leading = placement.leading_axes(x.shape[:-1])
@@ -239,17 +238,3 @@ def linear_to(
         specs = layout.result, jax.tree.map(lambda _: PartitionSpec(), shared)
         y, state_out = explicit.left_to_xla(multiply, mesh, specs, *operands)
     return y if state is None or state_out is None else (y, given_back(state_out, state))
-
-
-def _check_order(recipe: Recipe, x: jax.Array, weight: jax.Array | QuantizedArray, placement: LayerPlacement) -> None:
-    """Raises ValueError unless the forward's sums have a defined order (`kernels.exact_order`); dgrad's and wgrad's products
-    check themselves when a gradient is traced."""
-    check_order_on_device()
-    try:
-        exact_order.check(recipe, np.dtype(x.dtype).name, np.dtype(weight.dtype).name, ("forward",))
-    except ValueError as error:
-        raise ValueError(f"recipe {recipe}: {error}") from error
-    if placement.tensor is not None:
-        raise ValueError(
-            f"recipe {recipe} has exact_order, and the ranks of {placement.tensor!r} would add their terms in any order"
-        )

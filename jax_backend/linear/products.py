@@ -111,7 +111,9 @@ def product(a: Side, b: Side, dtype, *, bias: jax.Array | None = None, fast: boo
     def on(platform, capability=None):
         def run(a, b, bias=None):
             sizes = {"m": a.shape[-2], "n": b.shape[-2], "k": b.shape[-1]}
-            chosen = route(_format(a), _format(b), platform=platform, capability=capability, exact="exact" in exact, **sizes)
+            chosen = route(
+                format_of(a), format_of(b), platform=platform, capability=capability, exact="exact" in exact, **sizes
+            )
             return _MODES[chosen.mode](a, b, bias, dtype, chosen, fast)
 
         return run
@@ -139,7 +141,8 @@ def capability() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _format(x: Side):
+def format_of(x: Side) -> Format | None:
+    """Returns the format of an operand; None in high precision."""
     return x.format if isinstance(x, QuantizedArray | Aligned) else None
 
 
@@ -211,7 +214,7 @@ def _by_library(
 def ordered_product(a: Side, b: Side, dtype, bias: jax.Array | None, exact: Exact) -> jax.Array:
     """Computes `product` with one order of sums on every device (`kernels.exact_order`)."""
     cut = any(isinstance(x, QuantizedArray) and not sharded.aligned(x) for x in (a, b))
-    chosen = exact_order.route_in_order(_format(a), _format(b), a.dtype.name, b.dtype.name, exact=exact, cut=cut)
+    chosen = exact_order.route_in_order(format_of(a), format_of(b), a.dtype.name, b.dtype.name, exact=exact, cut=cut)
     codes = exact_order.on_codes(chosen)
 
     def on_gpu(a: Any, b: Any, bias):
@@ -278,7 +281,7 @@ def _as_scaled(x: QuantizedArray) -> tuple[jax.Array, jax.Array]:
 
 def _dequantized(a: Side, b: Side, bias, dtype, chosen: Route, fast: bool) -> jax.Array:
     # A high-precision operand must not be rounded to the dtype that suffices for the quantized one.
-    plain = {x.dtype.name for x in (a, b) if _format(x) is None}
+    plain = {x.dtype.name for x in (a, b) if format_of(x) is None}
     working = "bfloat16" if chosen.dtype == "bfloat16" and plain <= {"bfloat16"} else "float32"
     values, factors = zip(*(_values(x, working, chosen.scale_product) for x in (a, b)), strict=True)
     # In fp32, a GPU's default precision would round operands to TF32.

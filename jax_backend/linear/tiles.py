@@ -18,6 +18,7 @@ from jax import lax
 
 from blockfp.definition import numerics
 from blockfp.definition.bits import INFINITY
+from blockfp.definition.groups import UNIT
 from blockfp.definition.recoding import keeps_codes, value_dtype
 from blockfp.definition.rotation import GROUP, rotate
 from blockfp.definition.rounding import COLUMNWISE, gradient_key
@@ -32,11 +33,12 @@ from . import operands
 
 
 def tile_rows(recipe: Recipe) -> int:
-    """Returns the rows per tile: a multiple of all units that must not span two tiles.
+    """Returns the rows per tile: a multiple of all units that must not span two tiles, and of those that sums with one order
+    promote at once.
 
     Raises ValueError if the recipe has one scale per column of a group, because a tile has only part of a column.
     """
-    units = [GROUP]
+    units = [GROUP, UNIT if recipe.exact_order else 1]
     for cast in (recipe.input, recipe.gradient):
         units.append(cast.format.block[0] if cast.format and cast.format.block else 1)
     for name in ("input_columnwise", "gradient_columnwise"):
