@@ -163,7 +163,7 @@ def _two_layers(rank, world, name, splits):
     return [t.detach() for t in (y, alone, x.grad, *whole)]
 
 
-@pytest.mark.parametrize("name", ["fp8_block", "mxfp8"])
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp8", "fp8_row"])
 def test_tensor_parallelism_changes_no_bit(name):
     wanted = threaded.run(1, _two_layers, 1, name, 4)[0]
     assert_equal(wanted[1], wanted[0][3:4])

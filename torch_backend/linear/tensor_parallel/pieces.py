@@ -94,10 +94,13 @@ def multiply_pieces(
     (n, k), options = size, {"fast_accum": fast_accum, "exact": exact}
     if axis == "contracted":
         lengths = _piece(k, count)
-        terms = [
-            multiply(_wide(_cut(a, 1, i, lengths)), _wide(_cut(b, 1, i, lengths)), (n, lengths), None, torch.float32, **options)
-            for i in range(count)
-        ]
+        terms = []
+        for i in range(count):
+            left, right = (_cut(x, 1, i, lengths) for x in (a, b))
+            if "order" not in exact:
+                # A product with one order takes bfloat16, and gives float32.
+                left, right = _wide(left), _wide(right)
+            terms.append(multiply(left, right, (n, lengths), None, torch.float32, **options))
         return tree_sum(torch.stack(terms))
     if "order" in exact:
         # An element's bits depend on its own row and column alone.
