@@ -13,8 +13,10 @@ from blockfp.formats import Format
 from blockfp.kernels import exact_order
 from blockfp.kernels.routes import exact_in_bfloat16
 from blockfp.recipes import Recipe
+from blockfp.sharding.pieces import check_pieces
 
 from ..arrays.array import QuantizedArray
+from ..implementations import explicit
 from ..implementations.carriers import carrier_of
 from ..implementations.jax_internals import without_tangents
 from ..params.params import dequantize_params, quantize_weight
@@ -71,17 +73,27 @@ def check_state(recipe: Recipe, state, key, compute: str = "quantized") -> None:
         raise ValueError(f"recipe {recipe} rounds gradients stochastically: pass a key, another one for each layer and step")
 
 
-def check_order(recipe: Recipe, x, weight, placement: LayerPlacement) -> None:
-    """Raises ValueError unless the forward's sums have a defined order (`kernels.exact_order`); dgrad's and wgrad's products
-    check themselves when a gradient is traced."""
+def check_order(recipe: Recipe, x, weight, placement: LayerPlacement, up=None) -> None:
+    """Raises ValueError unless the forward's sums have a defined order (`kernels.exact_order`), also over ranks (`pieces`);
+    dgrad's and wgrad's products check themselves when a gradient is traced."""
     check_order_on_device()
     try:
         exact_order.check(recipe, np.dtype(x.dtype).name, np.dtype(weight.dtype).name, ("forward",))
     except ValueError as error:
         raise ValueError(f"recipe {recipe}: {error}") from error
-    if placement.tensor is not None:
+    if placement.tensor is None or placement.weight is None:
+        return
+    if placement.splits is None:
+        instead = "linear(.., splits=N), with one N for every number of ranks, adds them in one tree"
         raise ValueError(
-            f"recipe {recipe} has exact_order, and the ranks of {placement.tensor!r} would add their terms in any order"
+            f"recipe {recipe} has exact_order, and the ranks of {placement.tensor!r} would add their terms in any order: "
+            + (instead if weight.ndim == 2 else "divide the groups, by expert_axis")
+        )
+    check_pieces(placement.weight.shape[placement.kind == "row"], placement.splits, recipe)
+    if placement.kind == "column" and any(placement.tensor in explicit.varying(leaf) for leaf in jax.tree.leaves((x, up))):
+        raise ValueError(
+            f"x varies over {placement.tensor!r}, so JAX would add the ranks' gradients of it in any order: with splits a "
+            "column-parallel layer wants x to be the same on all ranks, such as a result of a row-parallel layer"
         )
 
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from .arguments import transposed_weight
 from .delayed import DelayedState, cotangent
 from .layer_placement import LayerPlacement
 from .operands import Operands
+from .pieces import sum_of_pieces
 from .products import Matrix, Side, computed_once
 from .prologue import values_of
 from .straight_through import (
@@ -95,7 +96,25 @@ class Layer(ABC):
 
     def multiply_rows_back(self, gradient: Side, weight: Matrix, tiles: Any, *, fast: bool) -> jax.Array:
         """Multiplies the rowwise gradient by the weight: dx."""
-        return self.multiply_rows(gradient, transposed_weight(weight, self.recipe), tiles, self.dtype, fast=fast)
+        return self.multiply_in_pieces("column", gradient, transposed_weight(weight, self.recipe), tiles, self.dtype, fast=fast)
+
+    def multiply_in_pieces(
+        self,
+        contracted: Literal["column", "row"],
+        operand: Any,
+        weight: Matrix,
+        tiles: Any,
+        dtype: np.dtype,
+        *,
+        bias: jax.Array | None = None,
+        fast: bool,
+    ) -> jax.Array:
+        """Computes `multiply_rows`; the float32 sum of pieces instead if `LayerPlacement.splits` divide what it contracts."""
+        count = self.placement.piece_count(contracted)
+        if count is None:
+            return self.multiply_rows(operand, weight, tiles, dtype, bias=bias, fast=fast)
+        multiply = partial(self.multiply_rows, tiles=tiles, dtype=np.dtype("float32"), fast=fast)
+        return sum_of_pieces(operand, weight, count, multiply)
 
     @abstractmethod
     def multiply_columns(self, gradient: Side, x: Side, tiles: Any, *, fast: bool) -> jax.Array:
@@ -212,10 +231,8 @@ def _multiplied(layer: Layer, keep: bool, x, weight: Matrix, bias, sizes, state:
     # A row-parallel layer adds the bias once, after summing over ranks.
     of_terms, own = (bias, None) if layer.placement.kind == "row" else (None, bias)
     fast = "forward" in layer.recipe.fast_accum
-    y = layer.multiply_rows(row, layer.gathered(weight), tiles, layer.result, bias=own, fast=fast)
-    y = layer.placement.sum_output(y)
-    if of_terms is not None:
-        y = (y.astype(jnp.float32) + layer.bias_rows(of_terms, tiles).astype(jnp.float32)).astype(y.dtype)
+    y = layer.multiply_in_pieces("row", row, layer.gathered(weight), tiles, layer.result, bias=own, fast=fast)
+    y = layer.placement.sum_output(y, None if of_terms is None else layer.bias_rows(of_terms, tiles), layer.result)
     if state is not None:
         state = state.after_forward(layer.largest_amax(values_of(x), tiles) if amax is None else amax)
     row = None if not keep or layer.placement.weight is not None or same_values(layer.recipe) else row
@@ -271,10 +288,9 @@ def _cotangents(layer: Layer, wanted: LayerInputs, watched: bool, kept: Residual
     gradient_row, gradient_column, amax = layer.gradient_operands(g, kept, **directions)
     dx = dw = db = ds = None
     if gradient_row is not None:
-        summed = (placement.tensor,) if placement.kind == "column" and placement.tensor and not placement.sequence else ()
         weight = layer.gathered(kept.weight)
         dx = layer.multiply_rows_back(gradient_row, weight, tiles, fast="dgrad" in recipe.fast_accum)
-        dx = explicit.sum_like(placement.sum_input(dx), types.x, summed)
+        dx = placement.sum_input(dx, types.x, layer.dtype)
     if gradient_column is not None:
         dw = layer.multiply_columns(gradient_column, column, tiles, fast="wgrad" in recipe.fast_accum)
         dw = _sum_weight(layer, types, dw)

@@ -10,15 +10,18 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from blockfp.sharding import plans
+from blockfp.sharding.pieces import check_splits
 from blockfp.sharding.placement import Placement, Replicate, Shard, Sharding
 
 from ..arrays import sharded, storage
 from ..arrays.array import QuantizedArray
 from ..implementations import explicit
+from . import pieces
 from .products import Matrix
 
 
@@ -31,19 +34,22 @@ class LayerPlacement:
         data_axes: the mesh axes that divide the batch, in the mesh's order.
         sequence: whether tokens outside the layer are cut over the tensor-parallel axis.
         runs: number of consecutive sequences in the tokens, if tokens are cut; each sequence is cut in the same way.
+        splits: number of pieces in which all ranks together contract the axis that tensor parallelism cuts; None for one
+            per rank, whose sums have no order.
     """
 
     weight: Sharding | None
     data_axes: tuple[str, ...]
     sequence: bool
     runs: int = 1
+    splits: int | None = None
 
     @classmethod
-    def of(cls, weight, data_axes: Sequence[str], sequence: bool) -> LayerPlacement:
+    def of(cls, weight, data_axes: Sequence[str], sequence: bool, splits: int | None = None) -> LayerPlacement:
         """Derives the placement of a call.
 
-        Raises TypeError if data_axes is a string, and ValueError for an unknown axis, for several tensor-parallel axes, or for
-        sequence parallelism without tensor parallelism.
+        Raises TypeError if data_axes is a string, and ValueError for an unknown axis, for several tensor-parallel axes, for
+        sequence parallelism or splits without tensor parallelism, or for splits that don't fit.
         """
         if isinstance(data_axes, str):
             raise TypeError(f"data_axes must be a tuple of mesh axes, got {data_axes!r}: pass ({data_axes!r},)")
@@ -52,7 +58,7 @@ class LayerPlacement:
             data_axes = tuple(name for name in names if name in data_axes)
         for name in data_axes:
             explicit.axis_index(name)
-        placement = cls(weight.sharding if isinstance(weight, QuantizedArray) else None, data_axes, sequence)
+        placement = cls(weight.sharding if isinstance(weight, QuantizedArray) else None, data_axes, sequence, splits=splits)
         tensor = placement._tensor_axes
         if len(tensor) > 1:
             raise ValueError(
@@ -61,6 +67,15 @@ class LayerPlacement:
             )
         if sequence and not tensor:
             raise ValueError("sequence = True needs a weight that a tensor-parallel axis cuts (see shard_params)")
+        if splits is not None and not tensor:
+            raise ValueError(
+                f"splits = {splits!r} needs a weight that a tensor-parallel axis cuts (see shard_params), if only over one rank"
+            )
+        if splits is not None and sequence:
+            raise ValueError(
+                f"splits = {splits!r} is not for sequence = True: gradients of norms would be sums over each rank's tokens"
+            )
+        check_splits(splits, placement._tensor_size(), f"{placement.tensor!r}")
         return placement
 
     @property
@@ -73,7 +88,9 @@ class LayerPlacement:
     @cached_property
     def _tensor_axes(self) -> tuple[str, ...]:
         mesh = None if self.weight is None else self.weight.mesh
-        return tuple(name for name in self._cut if name not in self.data_axes and mesh and mesh.axis_size(name) > 1)
+        # One rank has pieces, too.
+        least = 1 if self.splits is None else 0
+        return tuple(name for name in self._cut if name not in self.data_axes and mesh and mesh.axis_size(name) > least)
 
     @property
     def fsdp(self) -> tuple[str, ...]:
@@ -101,6 +118,11 @@ class LayerPlacement:
     def gathers_gradient(self) -> bool:
         """Whether y's cotangent is gathered: row parallel with sequence parallelism."""
         return self.sequence and self.kind == "row"
+
+    def piece_count(self, contracted: Literal["column", "row"]) -> int | None:
+        """Returns the number of pieces on this rank of a product that contracts what this kind of tensor parallelism cuts; None
+        for a whole product."""
+        return None if self.splits is None or self.kind != contracted else self.splits // self._tensor_size()
 
     def _tensor_size(self) -> int:
         return self.weight.mesh.axis_size(self.tensor) if self.weight and self.tensor else 1
@@ -193,15 +215,22 @@ class LayerPlacement:
         """Sums the weight's gradient over its FSDP axes; each rank keeps its part."""
         return sharded.scatter_sum(gradient, self._gather(format)) if self.fsdp else gradient
 
-    def sum_output(self, y: jax.Array) -> jax.Array:
-        """Sums y of a row-parallel layer over ranks."""
+    def sum_output(self, y: jax.Array, bias: jax.Array | None, dtype: np.dtype) -> jax.Array:
+        """Sums y of a row-parallel layer over ranks, and adds its bias [1 or tokens, out] once; the result is in `dtype`."""
         if self.kind != "row":
             return y
-        return self._scatter_tokens(y) if self.sequence else lax.psum(y, self.tensor)
+        if self.splits is not None and self.tensor is not None:
+            return pieces.sum_over_ranks(y, self.tensor, bias, dtype)
+        y = self._scatter_tokens(y) if self.sequence else lax.psum(y, self.tensor)
+        return y if bias is None else (y.astype(jnp.float32) + bias.astype(jnp.float32)).astype(dtype)
 
-    def sum_input(self, gradient: jax.Array) -> jax.Array:
-        """Sums a gathered input's cotangent over ranks."""
-        return self._scatter_tokens(gradient) if self.gathers_input else gradient
+    def sum_input(self, gradient: jax.Array, primal: explicit.Axes | None, dtype: np.dtype) -> jax.Array:
+        """Sums the input's cotangent over ranks; the result is in `dtype`. `primal` are the axes that x varies over."""
+        if self.piece_count("column") is not None and self.tensor is not None:
+            return explicit.sum_like(pieces.sum_over_ranks(gradient, self.tensor, None, dtype), primal, ())
+        gradient = self._scatter_tokens(gradient) if self.gathers_input else gradient
+        summed = (self.tensor,) if self.kind == "column" and self.tensor and not self.sequence else ()
+        return explicit.sum_like(gradient, primal, summed)
 
     def gather_tokens(self, x: jax.Array) -> jax.Array:
         """Gathers each sequence's tokens [rows, features] over ranks."""

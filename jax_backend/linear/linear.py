@@ -102,6 +102,7 @@ def linear(
     compute: Compute = "quantized",
     data_axes: Sequence[str] = (),
     sequence: bool = False,
+    splits: int | None = None,
     up: jax.Array | None = None,
     activation: Activation | None = None,
 ) -> jax.Array: ...
@@ -117,6 +118,7 @@ def linear(
     compute: Compute = "quantized",
     data_axes: Sequence[str] = (),
     sequence: bool = False,
+    splits: int | None = None,
     up: jax.Array | None = None,
     activation: Activation | None = None,
 ) -> tuple[jax.Array, DelayedState]: ...
@@ -131,6 +133,7 @@ def linear(
     compute: Compute = "quantized",
     data_axes: Sequence[str] = (),
     sequence: bool = False,
+    splits: int | None = None,
     up: jax.Array | None = None,
     activation: Activation | None = None,
 ) -> tuple[jax.Array, LayerState]: ...
@@ -146,6 +149,7 @@ def linear(
     compute: Compute = "quantized",
     data_axes: Sequence[str] = (),
     sequence: bool = False,
+    splits: int | None = None,
     up: jax.Array | None = None,
     activation: Activation | None = None,
 ) -> Any:
@@ -171,6 +175,9 @@ def linear(
         data_axes: inside shard_map, the mesh axes that divide the batch, in the mesh's order.
         sequence: sequence parallelism: tokens outside the layer (x if column parallel, y if row parallel) are cut evenly over
             the tensor-parallel axis. They are on axis -2, after axes of sequences, as in PyTorch.
+        splits: with a recipe of `exact_order` under tensor parallelism, the number of pieces of the axis that it cuts, on any
+            number of ranks (also one): a power of two that they divide. Terms of pieces are added in one tree, so y and the
+            gradients have the same bits on 1, 2, 4 .. ranks, and those of PyTorch's `parallelize(.., splits=)`.
         activation: "silu", "gelu", "gelu_tanh" or "relu2" (squared ReLU): the layer multiplies activation(x), or with `up`
             activation(x) * up, as SwiGLU does with x as the gate. The CUDA library quantizes it without storing it.
         up: as x.
@@ -187,7 +194,7 @@ def linear(
         >>> w = bfp.quantize(w, "mxfp8_e4m3_32x32")
         >>> y = bfp.linear(x, w, recipe="mxfp8")
     """
-    return linear_to(None, x, weight, bias, recipe, key, state, compute, data_axes, sequence, up, activation)
+    return linear_to(None, x, weight, bias, recipe, key, state, compute, data_axes, sequence, splits, up, activation)
 
 
 def linear_to(
@@ -201,6 +208,7 @@ def linear_to(
     compute: Compute = "quantized",
     data_axes: Sequence[str] = (),
     sequence: bool = False,
+    splits: int | None = None,
     up: jax.Array | None = None,
     activation: str | None = None,
 ) -> Any:
@@ -208,10 +216,12 @@ def linear_to(
     recipe, run = recipes.parse(recipe), recipes.for_linear(recipe, compute)
     check_tensors(x, weight, bias)
     check_activation(activation, x, up)
-    placement = LayerPlacement.of(weight, data_axes, sequence)
+    placement = LayerPlacement.of(weight, data_axes, sequence, splits)
     check_state(recipe, state, key, compute)
     if run.exact_order:
-        check_order(run, x, weight, placement)
+        check_order(run, x, weight, placement, up)
+    elif splits is not None:
+        raise ValueError(f"splits = {splits} is for recipes with exact_order = True, which {recipe} hasn't")
     weight, carrier = stored_weight(weight, recipe)
     placement.check(x, weight, bias)
     leading = placement.leading_axes(x.shape[:-1])

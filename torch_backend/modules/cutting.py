@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from blockfp.formats import Format, FormatName
 from blockfp.sharding import parts
+from blockfp.sharding.pieces import check_pieces, check_splits
 from blockfp.sharding.placement import Mesh, Shard, Sharding
 from blockfp.sharding.reducing import check_reduce_format
 
 from ..experts.dispatch import check_recipe
 from ..linear.tensor_parallel.parallel import Parallel, Style
-from ..linear.tensor_parallel.pieces import check_pieces, check_splits
 from ..quantized_tensor.geometry import Geometry
 from ..quantized_tensor.sharding import mesh_of
 from ..quantized_tensor.tensor import QuantizedTensor
@@ -65,7 +65,7 @@ class Cutter:
             raise ValueError("reduce_format is for reduce-scatters: use it with sequence_parallel=True")
         self.mesh, self.sequence, self.sequence_dim = mesh, sequence, sequence_dim
         self.group, self.ranks, self.rank = mesh.get_group().group_name, mesh.size(), mesh.get_local_rank()
-        check_splits(splits, self.ranks)
+        check_splits(splits, self.ranks, "tp_mesh")
         if splits is not None and sequence:
             raise ValueError(
                 f"splits={splits} is not for sequence_parallel=True: gradients of norms would be sums over each rank's tokens"

@@ -41,8 +41,9 @@ def launches(**replaced):
     def on_cuda(*arrays, default=None, cuda=None, **others):
         if cuda is None:
             return own(*arrays, default=default, **others)
-        # JAX lowers both, and refuses results of other types.
+        # JAX lowers both, and refuses results of other types. Callbacks give none with the mesh of a shard_map.
         types = [jax.eval_shape(branch, *arrays) for branch in (cuda, default)]
+        types = [jax.tree.map(lambda each: each.update(sharding=None), made) for made in types]
         assert str(types[0]) == str(types[1]), types
         return cuda(*arrays)
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from blockfp.definition import layout
-from blockfp.definition.recipe import DIRECTIONS, OPERANDS, Exact
+from blockfp.definition.recipe import Exact
 from blockfp.formats import WHOLE_ROW, Format
-from blockfp.recipes import Product, Recipe
+from blockfp.recipes import Product
 
 from ...ops.product.products import Matrix, multiply
 from ...quantized_tensor.sharding import from_local, mesh_of, to_local
@@ -41,29 +41,6 @@ _AXES: dict[tuple[str, Product], Axis] = {
     ("row", "wgrad"): "columns",
 }
 """The sharded axis of each product."""
-
-
-def check_splits(splits: int | None, ranks: int) -> None:
-    """Raises ValueError unless `splits` is None or a power of two that the ranks divide."""
-    if splits is None:
-        return
-    if isinstance(splits, bool) or not isinstance(splits, int) or splits < 1 or splits & (splits - 1) or splits % ranks:
-        raise ValueError(
-            f"splits must be a power of two that the {ranks} ranks of tp_mesh divide, such as {1 << (ranks - 1).bit_length()}, "
-            f"got {splits!r}"
-        )
-
-
-def check_pieces(features: int, splits: int, recipe: Recipe) -> None:
-    """Raises ValueError unless the pieces of the sharded axis have equal lengths, in whole blocks of the recipe's formats."""
-    formats = [recipe.cast(operand, direction).format for operand in OPERANDS for direction in DIRECTIONS]
-    blocks = [format.block for format in formats if format is not None and format.block is not None]
-    whole = max((side for block in blocks for side in block if side != WHOLE_ROW), default=1)
-    if features % (splits * whole):
-        raise ValueError(
-            f"splits={splits}: {features} features are not {splits} pieces of whole blocks of {recipe}; they must be a "
-            f"multiple of {splits * whole}, or splits smaller"
-        )
 
 
 def check_eager() -> None:
