@@ -11,13 +11,13 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from blockfp.definition import bits, matrix_units, products
+from blockfp.definition import bits, matrix_units, products, wide
 from blockfp.definition.matrix_units import Summation
 from blockfp.definition.products import Operand, Side
 from blockfp.kernels import calls, native
 
 from .cpu import library_may_run, lower_to_library
-from .explicit import vary, varying
+from .explicit import on_device, vary, varying
 from .jax_internals import runs_compiled
 
 
@@ -98,4 +98,24 @@ def product(
     )
     call = _Call((left.kind, right.kind), (left.of_parts, right.of_parts), summation)
     out = vary(_product_p.bind(*given, call=call), frozenset().union(*map(varying, given)))
-    return out if dtype == "float32" else bits.to_float(bits.from_float(out), dtype)
+    return out if dtype == "float32" else finish(out, None, dtype)
+
+
+def add(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Adds b to float32 as IEEE 754 says; on CPUs XLA takes subnormal numbers for zeros."""
+
+    def by_device(a: jax.Array, b: jax.Array) -> jax.Array:
+        return a + b.astype(a.dtype)
+
+    def in_integers(a: jax.Array, b: jax.Array) -> jax.Array:
+        one = jnp.full(a.shape, bits.ONE, jnp.int32)
+        return bits.to_float(wide.multiply_add(bits.from_float(a), one, bits.from_float(b)), "float32")
+
+    return on_device(by_device, in_integers, a, b)
+
+
+def finish(sums: jax.Array, bias: jax.Array | None, dtype: str) -> jax.Array:
+    """Adds a bias [n] or [1, n] to float32 sums [m, n] and rounds once."""
+    sums = sums if bias is None else add(sums, jnp.broadcast_to(bias, sums.shape))
+    # XLA would leave out a conversion if another one follows.
+    return bits.to_float(bits.from_float(sums), dtype)

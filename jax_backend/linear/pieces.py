@@ -13,11 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from blockfp.definition import bits, wide
 from blockfp.definition.layout import packed_columns
 
 from ..arrays.array import QuantizedArray
-from ..implementations import explicit
+from ..implementations.product import add, finish
 
 
 def sum_of_pieces(a: Any, b: Any, count: int, multiply: Callable[[Any, Any], jax.Array]) -> jax.Array:
@@ -42,30 +41,15 @@ def sum_over_ranks(terms: jax.Array, axis: str, bias: jax.Array | None, dtype: A
     sent = jnp.pad(terms.reshape(-1), (0, share * ranks - terms.size)).reshape(ranks, share)
     own = _tree_sum(lax.all_to_all(sent, axis, split_axis=0, concat_axis=0))
     total = lax.all_gather(own, axis, tiled=True, to="invarying")[: terms.size].reshape(terms.shape)
-    total = total if bias is None else _add(total, jnp.broadcast_to(bias, terms.shape))
-    # XLA would leave out a conversion if another one follows.
-    return bits.to_float(bits.from_float(total), jnp.dtype(dtype).name)
+    return finish(total, bias, jnp.dtype(dtype).name)
 
 
 def _tree_sum(terms: Sequence[jax.Array] | jax.Array) -> jax.Array:
     """Adds neighbours, then neighbouring sums, and so on; there are 2^n terms."""
     sums = list(terms)
     while len(sums) > 1:
-        sums = [_add(*pair) for pair in zip(sums[::2], sums[1::2], strict=True)]
+        sums = [add(*pair) for pair in zip(sums[::2], sums[1::2], strict=True)]
     return sums[0]
-
-
-def _add(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Adds b to float32 as IEEE 754 says; on CPUs XLA takes subnormal numbers for zeros."""
-
-    def by_device(a: jax.Array, b: jax.Array) -> jax.Array:
-        return a + b.astype(a.dtype)
-
-    def in_integers(a: jax.Array, b: jax.Array) -> jax.Array:
-        one = jnp.full(a.shape, bits.ONE, jnp.int32)
-        return bits.to_float(wide.multiply_add(bits.from_float(a), one, bits.from_float(b)), "float32")
-
-    return explicit.on_device(by_device, in_integers, a, b)
 
 
 def _piece(x: Any, first: int, length: int) -> Any:

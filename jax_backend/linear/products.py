@@ -24,6 +24,7 @@ from ..arrays import sharded
 from ..arrays.array import QuantizedArray
 from ..arrays.identity import view_codes, view_scales
 from ..implementations import choice, cuda, explicit
+from ..implementations.product import finish
 from ..implementations.product import product as multiply_in_order
 from . import partitioned
 
@@ -225,7 +226,7 @@ def ordered_product(a: Side, b: Side, dtype, bias: jax.Array | None, exact: Exac
         over = frozenset().union(*(explicit.varying(leaf) for leaf in jax.tree.leaves((a, b, bias))))
         return explicit.vary(cuda.product_of_values(left, right, left_scale, right_scale, dtype, bias=bias), over)
 
-    def on_cpu(a, b, bias):
+    def on_cpu(a, b, bias, dtype=dtype):
         left, right = (
             _operand(x, chosen.mode == "aligned") if codes else Operand(*_values(x, "bfloat16", True)) for x in (a, b)
         )
@@ -239,8 +240,9 @@ def ordered_product(a: Side, b: Side, dtype, bias: jax.Array | None, exact: Exac
     if partitioned.applies(a, b):
         assert isinstance(a, QuantizedArray)
         assert isinstance(b, QuantizedArray)
-        y = partitioned.split_product(a, b, lambda a, b: on_cpu(a, b, None), whole_k=True)
-        return _rounded(y, bias, dtype)
+        given = dtype if bias is None else jnp.float32
+        y = partitioned.split_product(a, b, lambda a, b: on_cpu(a, b, None, given), whole_k=True)
+        return y if bias is None else finish(y, bias, jnp.dtype(dtype).name)
     return on_cpu(a, b, bias)
 
 

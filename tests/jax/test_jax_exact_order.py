@@ -95,10 +95,13 @@ def test_a_row_depends_on_itself_alone_also_under_vmap_and_without_kernels():
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight host devices")
 def test_xla_may_cut_any_axis_over_devices():
     mesh = jax.make_mesh((4, 2), ("d", "e"), axis_types=(AxisType.Auto,) * 2)
-    x, w, *_ = (jnp.asarray(each).astype(jnp.bfloat16) for each in arrays((8, 256, 128)))
-    run = jax.jit(lambda x, w: bfp.linear(x, w, recipe=exact("fp8_block")))
+    x, w, bias, _ = (jnp.asarray(each).astype(jnp.bfloat16) for each in arrays((8, 256, 128)))
+    run = jax.jit(lambda x, w: bfp.linear(x, w, bias, recipe=exact("fp8_block")))
     placed = [jax.device_put(each, NamedSharding(mesh, spec)) for each, spec in ((x, P("d", "e")), (w, P(None, "e")))]
     assert_same_bits([run(*placed)], [run(x, w)])
+    q = bfp.quantize_params(w, "fp8_block")
+    q = jax.device_put(q, bfp.named_shardings(q, mesh, P(None, "e")))
+    assert_same_bits([run(placed[0], q)], [run(x, w)])
 
 
 def test_what_has_no_order_is_refused():
