@@ -144,6 +144,18 @@ def check_scales(
 
 # ---- quantized arrays used as values
 
+_NO_EQUALITY = "compare format, codes, scales and tensor_scale for equal bits, or dequantize() for equal values"
+
+
+def array_function(self: Any, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Serves as `__array_function__` of quantized arrays: runs NumPy's function, but not if it compares.
+
+    NumPy's comparisons take an array without values for one that is unequal, and return False instead of raising.
+    """
+    if function in (np.array_equal, np.array_equiv):
+        raise TypeError(f"numpy.{function.__name__} is not defined for a {type(self).__name__}: {_NO_EQUALITY}")
+    return function._implementation(*args, **kwargs)
+
 
 class NoValues:
     """Base of quantized arrays: operations that need values raise TypeError.
@@ -156,6 +168,7 @@ class NoValues:
 
     # NumPy's operators defer to the methods below, and its functions raise.
     __array_ufunc__ = None
+    __array_function__ = array_function
 
     def _refusal(self, what: str) -> TypeError:
         error = TypeError(f"{what}: q.dequantize() gives values")
@@ -171,10 +184,7 @@ class NoValues:
             return True
         if not hasattr(other, "__array__"):
             return NotImplemented
-        raise TypeError(
-            "== is not defined for a QuantizedArray: compare format, codes, scales and tensor_scale for equal bits, or "
-            "dequantize() for equal values"
-        )
+        raise TypeError(f"== is not defined for a QuantizedArray: {_NO_EQUALITY}")
 
     __hash__ = object.__hash__
 

@@ -150,6 +150,14 @@ def test_equality_is_not_guessed(make):
         q != same  # noqa: B015
     assert q == q
     assert q != "mxfp8"
+    # NumPy takes what raises for an array that is unequal, so that an array would differ from itself.
+    for compare in (np.array_equal, np.array_equiv):
+        for pair in ((q, same), (q.dequantize(), q)):
+            with pytest.raises(
+                TypeError, match=f"numpy.{compare.__name__} is not defined for a QuantizedArray: compare format"
+            ):
+                compare(*pair)
+    assert (np.shape(q), np.ndim(q), np.size(q)) == ((40, 64), 2, 40 * 64)
     assert q in [None, q]
     assert len({q, same}) == 2
 

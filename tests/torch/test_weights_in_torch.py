@@ -46,6 +46,17 @@ def test_memory_that_is_not_there_is_not_read(read, weights):
 
 
 @BOTH
+@pytest.mark.parametrize("compare", [np.array_equal, np.array_equiv])
+def test_numpy_does_not_take_it_for_unequal(compare, weights):
+    """NumPy takes what raises for an array that is unequal."""
+    w = weight(weights)
+    for pair in ((w, w), (np.ones((32, 32), np.float32), w)):
+        with pytest.raises(TypeError, match=f"numpy.{compare.__name__} is not defined for a {type(w).__name__}"):
+            compare(*pair)
+    assert np.shape(w) == (32, 32)
+
+
+@BOTH
 def test_other_librarys_code_gets_no_pointer(weights):
     w = weight(weights)
     for each in (w, w.detach(), w[:8], w.clone(), nn.Parameter(w)):

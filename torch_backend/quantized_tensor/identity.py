@@ -12,6 +12,8 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor
 
+from blockfp.definition.checks import array_function
+
 NO_POINTER = 64
 """Bits by which the address of codes is shifted, so that it identifies a tensor but fits in no pointer.
 
@@ -70,6 +72,7 @@ class Wrapper(Tensor):
         )
 
     numpy = apply_ = map_ = map2_ = __dlpack__ = _no_values  # pyright: ignore
+    __array_function__ = array_function
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) in memo:
