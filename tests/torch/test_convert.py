@@ -97,6 +97,7 @@ def tied():
         (Model(), lambda path: None, ValueError, "exclude all"),
         (tied(), "mxfp8", ValueError, "to convert, .*: head shares its weight with embedding.weight"),
         ("model", "mxfp8", TypeError, "got str"),
+        (Model().double(), "mxfp8", TypeError, r"the weight of 'layers\.0\.0', a Linear, must be .*, got torch\.float64: cast"),
     ],
 )
 def test_what_cannot_be_converted(model, recipe, error, message):

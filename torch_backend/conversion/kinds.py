@@ -17,6 +17,7 @@ from ..modules.experts import OWN, PRODUCT, Experts
 from ..modules.known_classes import CONV1D, LINEAR, PEFT_LAYER, TITAN_ROUTER, Derived, base_named, derive, forward_of
 from ..modules.linear import Linear, TransposedLinear
 from ..modules.quantized_layer import QuantizedLayer
+from ..quantized_tensor.tensor import DTYPES
 from ..weights.module_state import check_free
 from .experts_kinds import KINDS, experts_kind
 
@@ -120,7 +121,7 @@ ROUTER = "it chooses experts, and routers stay in high precision"
 
 
 def check_layer(path: str, layer: nn.Module, kind: Kind) -> None:
-    """Raises ValueError, naming the layer, if it can't become its kind without losing something."""
+    """Raises ValueError, or TypeError for a dtype, naming the layer, if it can't become its kind without losing something."""
     where = f"{path!r}, a {type(layer).__name__}," if path else f"the {type(layer).__name__}"
     leave = "or exclude the layer by filter_fn="
     if parametrize.is_parametrized(layer):
@@ -160,6 +161,11 @@ def _check_weight(where: str, name: str, weight: Any, leave: str) -> None:
         )
     if isinstance(weight, nn.UninitializedParameter):
         raise ValueError(f"{where} has no shape yet: run the model once before it is converted, {leave}")
+    if weight.dtype not in DTYPES:
+        raise TypeError(
+            f"the {name} of {where} must be one of {', '.join(map(str, DTYPES))}, got {weight.dtype}: cast the model first, "
+            f"{leave}"
+        )
     if weight.layout is not torch.strided:
         raise ValueError(f"the {name} of {where} has layout {weight.layout}: make it a parameter of to_dense(), {leave}")
     if type(weight) is not nn.Parameter:
