@@ -210,6 +210,8 @@ def _new_master(path: str, param, original):
     if not is_quantized(param) and not _is_float(param):
         raise TypeError(f"an optimizer moves float and quantized arrays, got {describe(param)}: leave it out of the parameters")
     if _is_own_master(param):
+        if is_quantized(original):
+            raise ValueError("the original is quantized, and the parameter isn't: init(parameters, originals) takes both so")
         return None
     if getattr(original, "shape", None) != param.shape:
         raise ValueError(f"the original of a parameter of shape {param.shape} must have that shape, got {describe(original)}")
@@ -225,6 +227,8 @@ def _is_float(leaf: Any) -> bool:
 def _weights(params, masters):
     def weight(path: str, param, master):
         if master is None:
+            if not _is_own_master(param):
+                raise ValueError(f"the state belongs to other parameters: no master of {describe(param)}; call init again")
             return param
         if master.shape != param.shape:
             raise ValueError(f"the state belongs to other parameters: its master has shape {master.shape}, not {param.shape}")

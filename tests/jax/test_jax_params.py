@@ -183,6 +183,11 @@ def test_what_does_not_fit_an_optimizer(params):
         jax.eval_shape(optimizer.init, q, at(params, head=[jnp.ones((3, 3))]))
     with pytest.raises(ValueError, match=r"head\.0: the state belongs to other parameters: its master has shape \(3, 3\)"):
         jax.eval_shape(optimizer.update, params, jax.eval_shape(optimizer.init, other), q)
+    with pytest.raises(ValueError, match="the original is quantized, and the parameter isn't"):
+        optimizer.init(params, q)
+    plain = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+    with pytest.raises(ValueError, match=r"the state belongs to other parameters: no master of .*; call init again"):
+        jax.eval_shape(optimizer.update, plain, jax.eval_shape(optimizer.init, plain), q)
     with pytest.raises(ValueError, match="update needs the parameters"):
         optimizer.update(params, state)
     with pytest.raises(ValueError, match="learning_rate must be 0 or more"):
