@@ -39,7 +39,7 @@ class Comparison:
         differences: one line per tensor, or tensor and format, that differs or is in one report only.
         differing: per format, the number of tensors whose casts differ.
         products: per format, the numbers of tensors whose products both reports have, and whose products differ.
-        remarks: other differences, such as versions.
+        remarks: other differences, such as versions, one sentence each.
     """
 
     compared: dict[str, int] = field(default_factory=dict)
@@ -77,15 +77,19 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
     for name in dict.fromkeys([*facts[0], *facts[1]]):
         values = [fact.get(name, "not there") for fact in facts]
         if values[0] != values[1]:
-            found.remarks.append(f"{name}: {values[0]} and {values[1]}")
+            found.remarks.append(f"A and B differ in {name}: {values[0]} and {values[1]}")
     found.remarks += [
-        f"bits differed among the backends of {which}" for which, r in zip("AB", (a, b), strict=True) if not r["identical"]
+        f"bits differed among the backends of {which}; the first one's are compared"
+        for which, r in zip("AB", (a, b), strict=True)
+        if not r["identical"]
     ]
     tensors = [_tensors(report) for report in (a, b)]
     unlike_sums: dict[str, int] = {}
     for name in dict.fromkeys([*tensors[0], *tensors[1]]):
         _compare_tensor(found, name, tensors[0].get(name), tensors[1].get(name), unlike_sums)
-    found.remarks += [f"products: {said}; {number} not compared, counted per format" for said, number in unlike_sums.items()]
+    found.remarks += [
+        f"A and B differ in products: {said}; {number} not compared, counted per format" for said, number in unlike_sums.items()
+    ]
     return found
 
 

@@ -224,7 +224,7 @@ def _print_skipped(findings: Findings, shown: int | None) -> None:
             reasons.setdefault(tensor.skipped or "", []).append(tensor.name)
         for reason, names in reasons.items():
             more = f" and {len(names[shown:])} more (--per-tensor lists them)" if shown and names[shown:] else ""
-            say(f"skipped in {path.name}, {reason}: {', '.join(names[:shown])}{more}")
+            say(f"skipped in {path.name or path}, {reason}: {', '.join(names[:shown])}{more}")
 
 
 def _print_verdict(findings: Findings, shown: int = 20) -> None:
@@ -276,7 +276,7 @@ def _print_products(findings: Findings) -> None:
 def _print_comparison(comparison: Comparison, shown: int = 20) -> int:
     """Prints the differences of two reports and returns the exit code."""
     for remark in comparison.remarks:
-        say(f"A and B differ in {remark}")
+        say(remark)
     for line in comparison_table(comparison):
         say(line, "red" if " NO (" in line else "")
     for difference in comparison.differences[:shown]:

@@ -155,6 +155,11 @@ def test_models_in_several_files(model, tmp_path):
     refused(run("check", index.parent), "names model-00001-of-00004.safetensors: no such file")
 
 
+def test_the_current_folder_has_a_name(model, monkeypatch):
+    monkeypatch.chdir(model.parent)
+    assert "skipped in ., 1 axis: layer.bias" in run("check", ".", "--format", "mxfp8_e4m3").stdout
+
+
 def test_quiet(model, tmp_path, wrong_kernels):
     """Only errors are printed; the exit code stays."""
     done = run("check", model, "--format", "mxfp8_e4m3", "--backend", "numpy", "--backend", "kernels", "-q")
