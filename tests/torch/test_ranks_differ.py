@@ -110,6 +110,19 @@ def saves(rank):
     own_disks(rank, run, elsewhere, model)
 
 
+def keys_differ(rank):
+    """Ranks that were not seeded alike drew different keys; a checkpoint has one."""
+    torch.manual_seed(rank)
+    layers = nn.ModuleDict({"first": bfp.Linear(32, 32, recipe="mxfp8"), "second": bfp.Linear(32, 32, recipe="nvfp4")})
+    options = {"folder": Path(os.environ["RUN"]) / "run", "model": layers}
+    with pytest.warns(UserWarning, match=rf"key of second\.rng_key is .* on rank {rank} and .* on rank {1 - rank}, and a"):
+        bfp.save_checkpoint(**options, step=1)
+    layers["second"].rng_key.copy_(torch.tensor([1, 2]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bfp.save_checkpoint(**options, step=2)
+
+
 def own_disks(rank, run, elsewhere, model):
     """A rank whose folder of the same name is on another disk: the checkpoint lacks its file, and step 1 stays."""
 
@@ -155,7 +168,7 @@ def loads(rank):
     assert bfp.load_checkpoint(run, model).step == 2
 
 
-@pytest.mark.parametrize("function", ["saves", "loads"])
+@pytest.mark.parametrize("function", ["saves", "loads", "keys_differ"])
 def test_ranks_of_a_checkpoint(function, tmp_path, monkeypatch):
     monkeypatch.setenv("RUN", str(tmp_path))
     gloo.run(2, __file__, function)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -126,6 +127,7 @@ def save_checkpoint(
                 raise not_saved(ranks.told(error)) from error
 
     model, keep, checkpoint, state = ranks.check_alike("save_checkpoint", arguments, process_group)
+    _warn_of_random_keys(model, process_group)
     ranks.on_every_rank(contents, process_group)
     drafts: list[publishing.Draft] = []
     with _given_up_on_error(drafts):
@@ -144,6 +146,21 @@ def save_checkpoint(
                 holder[name] = value.clone()
         state = writer.stage(state)
         return Saving(checkpoint, write_all)
+
+
+def _warn_of_random_keys(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Warns if ranks have different random keys of a layer, of which a checkpoint keeps one."""
+    keys = {name: tuple(buffer.tolist()) for name, buffer in model.named_buffers() if name.rpartition(".")[2] == "rng_key"}
+    for rank, others in enumerate(ranks.gather(keys, group)):
+        for name in (name for name, key in keys.items() if others.get(name, key) != key):
+            own = ranks.rank_and_world(group)[0]
+            warnings.warn(
+                f"the random key of {name} is {keys[name]} on rank {own} and {others[name]} on rank {rank}, and a checkpoint "
+                "keeps one: a run that continues from it rounds gradients otherwise than this one. Call torch.manual_seed "
+                "with one seed on all ranks before the layers are made",
+                stacklevel=3,
+            )
+            return
 
 
 def load_checkpoint(
