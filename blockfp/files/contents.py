@@ -68,6 +68,8 @@ class Contents:
         masters: an optimizer's fp32 weights, for quantized and other weights.
         left_out: names of tensors that only training needs.
         casts: the formats in which a forward multiplies some of the other tensors.
+        inputs: the formats in which a forward multiplies the inputs of some weights, by the weight's name; a weight whose
+            input is in high precision, has delayed scaling or is unknown isn't in it.
         kv_scales: scales of the cached keys and values of each attention, float32 [1] or [heads, 1, 1].
     """
 
@@ -77,6 +79,7 @@ class Contents:
     masters: dict[str, Tensor] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     casts: dict[str, Format] = field(default_factory=dict)
+    inputs: dict[str, Format] = field(default_factory=dict)
     kv_scales: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 

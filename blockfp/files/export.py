@@ -22,7 +22,7 @@ from ..formats import Format
 from . import saving
 from .contents import Contents, Progress, Weight, weight_in
 from .modelfile import Model, Tensor
-from .names import CAST, EXTRA, FORMAT, GROUPS, LAYER_BUFFERS, MODEL, OPTIMIZER, OWN, STATE, TIED, master_of
+from .names import CAST, EXTRA, FORMAT, GROUPS, INPUT, LAYER_BUFFERS, MODEL, OPTIMIZER, OWN, STATE, TIED, master_of
 
 _STATE_ENTRY = re.compile(rf"(.+?)\.{STATE}\.(.+)\.[^.]+")
 """DCP's names of entries of an optimizer's state."""
@@ -60,18 +60,20 @@ def contents(checkpoint: Model, prefix: str | None = None) -> Contents:
     left_out = [n for n in own if n not in taken and ((before + n).startswith(of_optimizers) or _only_training(n, own))]
     others = {name: tensor for name, tensor in own.items() if name not in taken and name not in left_out}
     masters = _masters(checkpoint, there, before, optimizers, {**others, **weights})
-    return Contents(checkpoint.path, weights, others, masters, left_out, _casts(checkpoint, before, others))
+    casts = _noted(checkpoint, before, CAST, others)
+    inputs = _noted(checkpoint, before, INPUT, {**weights, **casts})
+    return Contents(checkpoint.path, weights, others, masters, left_out, casts, inputs)
 
 
-def _casts(checkpoint: Model, prefix: str, others: Collection[str]) -> dict[str, Format]:
-    """Returns the formats in which the forward multiplies weights that are stored as values."""
-    casts = {}
-    for name in others:
+def _noted(checkpoint: Model, prefix: str, kind: str, names: Collection[str]) -> dict[str, Format]:
+    """Returns the formats that the checkpoint notes for some of these weights: `kind` is `CAST` or `INPUT`."""
+    found = {}
+    for name in names:
         first = f"{prefix}{name}".removeprefix(f"{MODEL}.")
         first = checkpoint.metadata.get(f"{EXTRA}.{TIED}.{first}", first)
-        if (format := checkpoint.metadata.get(f"{EXTRA}.{CAST}.{first}")) is not None:
-            casts[name] = _format(checkpoint, name, format)
-    return casts
+        if (format := checkpoint.metadata.get(f"{EXTRA}.{kind}.{first}")) is not None:
+            found[name] = _format(checkpoint, name, format)
+    return found
 
 
 def _optimizers(there: Collection[str], prefix: str) -> dict[str, str]:

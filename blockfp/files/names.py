@@ -13,6 +13,7 @@ A checkpoint of `blockfp.torch.save_checkpoint` contains
     extra.step, extra.own.NAME           the step, and the user's entries
     extra.tied.OTHER_NAME                the first name of a weight with several names
     extra.cast.NAME                      the format in which the forward multiplies a weight that is stored as values
+    extra.input.NAME                     the format in which the forward multiplies the input of a weight's layer
 
 Files outlive versions: after a change here, old files can't be read.
 """
@@ -30,7 +31,7 @@ FORMAT = "_format_"
 MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"
 """Top-level names in a checkpoint."""
 
-STEP, OWN, TIED, CAST = "step", "own", "tied", "cast"
+STEP, OWN, TIED, CAST, INPUT = "step", "own", "tied", "cast", "input"
 """Names under `EXTRA`."""
 
 STATE, GROUPS = "state", "param_groups"

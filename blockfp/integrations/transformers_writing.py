@@ -37,7 +37,7 @@ from ..torch_backend.checkpoint.files import high_precision_state_dict
 from ..torch_backend.checkpoint.kv_scales import KVScales, kv_entries
 from ..torch_backend.checkpoint.stream import WeightStream, stream_apart
 from ..torch_backend.checkpoint.weight_codes import codes_of_values
-from ..torch_backend.conversion.kinds import quantized_names
+from ..torch_backend.conversion.kinds import input_formats, quantized_names
 from ..torch_backend.modules import model_names
 from ..torch_backend.modules.experts import Experts
 from ..torch_backend.quantized_tensor import sharding
@@ -76,7 +76,9 @@ def write_model(
     others = release.of(remove_tied_weights_from_state_dict(others, model))
     path = folder / "model.safetensors"
     kv = kv_entries(kv_scales, model, names)
-    contents = Contents(path, weights, {name: _entry(name, value) for name, value in others.items()}, kv_scales=kv)
+    inputs = {own: format for name, format in input_formats(model).items() for own in names.get(name, ())}
+    entries = {name: _entry(name, value) for name, value in others.items()}
+    contents = Contents(path, weights, entries, inputs=inputs, kv_scales=kv)
     write_layout(LAYOUTS[layout], contents, folder, file_bytes, lambda _: None)
     _write_configs(model, folder)
 

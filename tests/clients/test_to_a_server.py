@@ -72,6 +72,28 @@ def _mxfp4(rank):
         assert_decoded(AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.bfloat16), expected)
 
 
+def test_transformers_quantizes_activations_as_the_forward_does(tmp_path):
+    """FP8 per channel and per token: the layers of compressed-tensors round their inputs too, to the trainer's values."""
+    pytest.importorskip("compressed_tensors")
+    model = bfp.convert(
+        family("Qwen3"), recipes.qat("fp8_e4m3_row", "fp8_e4m3_row"), filter_fn=lambda path, _: path != "lm_head"
+    )
+    save_in_layout(model, tmp_path, "compressed-tensors")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    path = "model.layers.0.mlp.up_proj"
+    layer, weight = theirs.get_submodule(path), model.get_submodule(path).weight.detach().dequantize().double()
+    x = torch.randn(2, 3, 64) * torch.exp2(torch.randint(-6, 7, (2, 3, 1)))
+    rounded = torch.from_numpy(blockfp.quantize(x.numpy().reshape(6, 64), "fp8_e4m3_row").dequantize()).reshape(x.shape)
+    with torch.no_grad():
+        # compressed-tensors decodes the weights in the model's first forward.
+        logits = theirs(TOKENS).logits
+        got = layer(x).double()
+        torch.testing.assert_close(got, rounded.double() @ weight.mT, rtol=1e-5, atol=1e-5)
+        assert (got - x.double() @ weight.mT).abs().max() > 1e-2
+        assert torch.equal(layer.weight.double(), weight)
+        torch.testing.assert_close(logits, model(TOKENS).logits, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("way", ["_fp8", "_mxfp4"])
 def test_transformers_decodes_what_the_forward_multiplies(way, tmp_path, monkeypatch):
     monkeypatch.setenv("BLOCKFP_TEST_FOLDER", str(tmp_path))

@@ -11,7 +11,9 @@ from exported import SHAPES, save, unsharded  # noqa: E402
 from held_formats import FORMATS  # noqa: E402
 from resumed import model_of  # noqa: E402
 
+import blockfp  # noqa: E402
 import blockfp.torch as bfp  # noqa: E402
+from blockfp import recipes  # noqa: E402
 from blockfp.files.layouts import compressed_tensors  # noqa: E402
 from blockfp.formats import Format  # noqa: E402
 
@@ -67,6 +69,85 @@ def test_compressed_tensors_loads_it(format, library, tmp_path):
             _within_an_ulp_of_bfloat16(got.weight, expected)
         else:
             assert torch.equal(got.weight.to(torch.float32), expected.to(got.weight.dtype).to(torch.float32))
+
+
+DYNAMIC = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True}
+# (weight, input): compressed-tensors' preset, or fields of its arguments, or None for 16 bits
+INPUTS = {
+    ("fp8_e4m3_row", "fp8_e4m3_row"): "FP8_DYNAMIC",
+    ("fp8_e4m3_row_pow2", "fp8_e4m3_row_pow2"): "FP8_DYNAMIC",
+    ("fp8_e4m3_128x128_fp32", "fp8_e4m3_1x128_fp32"): "FP8_BLOCK",
+    ("fp8_e4m3_128x128", "fp8_e4m3_1x128"): "FP8_BLOCK",
+    ("fp8_e4m3", "fp8_e4m3"): {**DYNAMIC, "strategy": "tensor"},
+    ("fp8_e4m3_128x128", "fp8_e4m3_row"): {**DYNAMIC, "strategy": "token"},
+    ("mxfp8_e4m3_32x32", "mxfp8_e4m3"): "MXFP8",
+    ("mxfp4_e2m1", "mxfp4_e2m1"): "MXFP4",
+    ("fp8_e4m3_row", None): None,
+    ("fp8_e4m3_row", "fp8_e5m2"): None,
+    ("fp8_e4m3_row", "fp8_e4m3_128x128"): None,
+    ("fp8_e4m3_row", "mxfp8_e4m3"): None,
+    ("mxfp4_e2m1", "mxfp8_e4m3"): None,
+    ("nvfp4", "nvfp4"): None,
+    ("nvfp4", "fp8_e4m3_row"): None,
+}
+
+
+def described(model, folder, **options):
+    """The library's reading of the configuration of a stream, which must be that of a checkpoint's export."""
+    from compressed_tensors.quantization import QuantizationConfig
+
+    config = bfp.stream_weights(model, layout="compressed-tensors", **options).configs["config.json"]
+    bfp.save_checkpoint(folder / "run", model, step=1)
+    quantize = ["--quantize"] if options else []
+    assert run("export", folder / "run", folder / "ct", "--to", "compressed-tensors", *quantize).exit_code == 0
+    assert json.loads((folder / "ct" / "config.json").read_text()) == config
+    return QuantizationConfig.model_validate(config["quantization_config"]).config_groups
+
+
+@pytest.mark.parametrize("options", [{}, {"quantize": True}], ids=["quantized", "high precision"])
+@pytest.mark.parametrize("pair", INPUTS, ids=str)
+def test_inputs_are_described_as_the_forward_quantizes_them(pair, options, library, tmp_path):
+    from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
+
+    weights = "high_precision" if options else "quantized"
+    model = bfp.convert(torch.nn.Sequential(torch.nn.Linear(128, 64)), recipes.qat(*pair), weights=weights)
+    (group,) = described(model, tmp_path, **options).values()
+    expected = INPUTS[pair]
+    if isinstance(expected, str):
+        preset = preset_name_to_scheme(expected, ["Linear"])
+        assert (group.weights, group.input_activations) == (preset.weights, preset.input_activations)
+    else:
+        assert group.input_activations == (expected and QuantizationArgs(**expected))
+
+
+@pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e4m3_row", "fp8_e4m3_1x128_fp32", "mxfp8_e4m3"])
+def test_the_library_rounds_inputs_to_our_values(format, library):
+    """In fp32, where it divides by 448; our scale is the same or the next number."""
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+
+    weight = "mxfp8_e4m3" if format == "mxfp8_e4m3" else "fp8_e4m3_row"
+    model = bfp.convert(torch.nn.Sequential(torch.nn.Linear(256, 64)), recipes.qat(weight, format))
+    config = bfp.stream_weights(model, layout="compressed-tensors").configs["config.json"]["quantization_config"]
+    arguments = QuantizationArgs(**config["config_groups"]["group_0"]["input_activations"])
+    x = torch.randn(2, 8, 256) * torch.exp2(torch.randint(-6, 7, (2, 8, 256)))
+    got = fake_quantize(x, *compute_dynamic_scales_and_zp(x, arguments, None), arguments)
+    ours = blockfp.quantize(x.reshape(16, 256).numpy(), format).dequantize()
+    torch.testing.assert_close(got.reshape(16, 256), torch.from_numpy(ours), rtol=2**-22, atol=0)
+
+
+def test_layers_with_other_inputs_are_other_groups(library, tmp_path):
+    """By path, with delayed scaling, computed in high precision, and with rows that don't hold whole groups."""
+    row, block = (recipes.qat("fp8_e4m3_row", format) for format in ("fp8_e4m3_row", "fp8_e4m3_1x128"))
+    layers = {"a": row, "b": block, "c": row, "d": recipes.fp8_delayed(), "e": recipes.qat("fp8_e4m3_row"), "short": block}
+    model = torch.nn.ModuleDict({n: torch.nn.Sequential(torch.nn.Linear(64 if n == "short" else 128, 64)) for n in layers})
+    bfp.convert(model, lambda path: layers[path.partition(".")[0]])
+    model["f"] = bfp.convert(torch.nn.Sequential(torch.nn.Linear(128, 64)), row, compute="high_precision")
+    found = {tuple(group.targets): group.input_activations for group in described(model, tmp_path).values()}
+    assert {targets: inputs and inputs.strategy for targets, inputs in found.items()} == {
+        ("a.0", "c.0"): "token", ("b.0",): "group", ("d.0",): None, ("e.0", "short.0", "f.0"): None
+    }  # fmt: skip
 
 
 def _within_an_ulp_of_bfloat16(got, expected):

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from blockfp.errors import BadCheckpoint
 from blockfp.files import manifest, publishing
 from blockfp.files.manifest import Files
-from blockfp.files.names import CAST, EXTRA, GROUPS, MODEL, OPTIMIZER, OWN, STATE, STEP, TIED
+from blockfp.files.names import CAST, EXTRA, GROUPS, INPUT, MODEL, OPTIMIZER, OWN, STATE, STEP, TIED
 
+from ..conversion.kinds import input_formats
 from ..modules import model_names
 from ..optimizer.adamw import _Adam
 from ..quantized_tensor import sharding
@@ -106,7 +107,7 @@ def save_checkpoint(
     def contents() -> None:
         state[MODEL] = plain(MODEL, get_model_state_dict(model))
         # FSDP2 holds no gathered weights, which are codes, any more.
-        state[EXTRA][CAST] = cast_names(model)
+        state[EXTRA] |= {CAST: cast_names(model), INPUT: {name: str(format) for name, format in input_formats(model).items()}}
         if optimizer is not None:
             with ExitStack() as afterwards:
                 afterwards.callback(restorer(optimizer))

@@ -20,7 +20,7 @@ from blockfp.files import manifest
 from blockfp.files.manifest import Files
 from blockfp.files.modelfile import Model
 from blockfp.files.modelfile import Tensor as Entry
-from blockfp.files.names import CAST, EXTRA, STEP, TIED
+from blockfp.files.names import CAST, EXTRA, INPUT, STEP, TIED
 
 from ..modules import model_names
 from ..quantized_tensor import sharding
@@ -128,7 +128,7 @@ def read_plain(files: Files, index: Metadata, parts: tuple[str, ...]) -> dict[st
 
 
 def open_checkpoint(folder: Path, step: int | None = None) -> Model:
-    """Opens a checkpoint and verifies its checksums; the metadata has tied names and formats (`names.TIED`, `CAST`).
+    """Opens a checkpoint and verifies its checksums; the metadata has tied names and formats (`names.TIED`, `CAST`, `INPUT`).
 
     `folder` is a run (`step` picks the checkpoint, by default the last), a checkpoint, or any DCP folder. Only the last may
     lack checksums. Raises BadFile if there is none, a file is missing or altered, or chunks don't cover a tensor.
@@ -142,7 +142,7 @@ def open_checkpoint(folder: Path, step: int | None = None) -> Model:
         index = read_index(files)
         if files.listed is not None:
             manifest.check_step(folder, read_plain(files, index, (f"{EXTRA}.{STEP}",)).get(f"{EXTRA}.{STEP}"))
-        noted = read_plain(files, index, (f"{EXTRA}.{TIED}.", f"{EXTRA}.{CAST}."))
+        noted = read_plain(files, index, (f"{EXTRA}.{TIED}.", f"{EXTRA}.{CAST}.", f"{EXTRA}.{INPUT}."))
     except BadCheckpoint as error:
         raise BadFile(folder, error) from error
     tensors = []

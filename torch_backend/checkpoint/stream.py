@@ -25,9 +25,10 @@ from blockfp.files.layouts.known import LAYOUTS
 from blockfp.files.layouts.layout import Layout, not_released
 from blockfp.files.modelfile import Tensor as Entry
 from blockfp.files.names import SUFFIXES
+from blockfp.formats import Format
 from blockfp.sharding.parts import Part
 
-from ..conversion.kinds import quantized_names
+from ..conversion.kinds import input_formats, quantized_names
 from ..modules import model_names
 from ..modules.experts import Experts
 from ..quantized_tensor import sharding
@@ -81,7 +82,7 @@ class WeightStream(Iterator[WeightBucket]):
     def __init__(self, found: _Found, known: Layout, bucket_bytes: int, keeps: bool, sha256: bool):
         laid = {name: known.laid_out(weight) for name, weight in found.weights.items()}
         laid |= {name: [entry] for name, entry in found.others.items()}
-        contents = Contents(Path(), found.weights, found.others, kv_scales=found.kv_scales)
+        contents = Contents(Path(), found.weights, found.others, inputs=found.inputs, kv_scales=found.kv_scales)
         units = {name: [entry for own in found.names[name] for entry in laid[own]] for name in found.names}
         # One unit, as the scales are small.
         units |= {"kv_scales": known.kv_laid_out(contents)} if found.kv_scales else {}
@@ -187,6 +188,7 @@ class _Found:
         rows: tensors gathered a bucket at a time, by the model's name and part.
         gathered: gathered tensors of the current bucket, removed when read.
         kv_scales: scales of cached keys and values by the server's name of the attention.
+        inputs: formats of the inputs of weights by the server's name.
         device: device for tensors that are NumPy arrays so far.
     """
 
@@ -198,6 +200,7 @@ class _Found:
     rows: dict[str, dict[str, Rows]]
     gathered: dict[Key, Tensor]
     kv_scales: dict[str, tuple[Entry, Entry]]
+    inputs: dict[str, Format]
     device: torch.device
 
     def describe(self, name: str) -> str:
@@ -208,7 +211,7 @@ class _Found:
 
 def _found(model: nn.Module, apart: Apart | None, instead: Mapping[int, Tensor]) -> _Found:
     """Describes a model's tensors; `instead` has those to send in place of a parameter, by its id."""
-    found = _Found({}, {}, {}, {}, {}, {}, {}, {}, torch.device("cpu"))
+    found = _Found({}, {}, {}, {}, {}, {}, {}, {}, {}, torch.device("cpu"))
     plain = model_names.plain_module(model)
     experts = [module for module in plain.modules() if isinstance(module, Experts) and module.transposed]
     lie_turned = {id(module.get_parameter(name)) for module in experts for name in quantized_names(module)}
@@ -241,6 +244,8 @@ def _found(model: nn.Module, apart: Apart | None, instead: Mapping[int, Tensor])
             made = {name: entry} if apart is None else split(entry, apart)
             found.others.update(made)
         found.names[name] = list(made)
+    formats = input_formats(plain)
+    found.inputs.update({own: formats[name] for name, made in found.names.items() if name in formats for own in made})
     return replace(found, device=device)
 
 

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
+from blockfp.formats import Format
 from blockfp.kernels.switch import once
 
+from ..modules import model_names
 from ..modules.experts import OWN, PRODUCT, Experts
 from ..modules.known_classes import CONV1D, LINEAR, PEFT_LAYER, TITAN_ROUTER, Derived, base_named, derive, forward_of
 from ..modules.linear import Linear, TransposedLinear
@@ -88,6 +90,20 @@ def quantized_names(module: nn.Module) -> tuple[str, ...]:
     if isinstance(module, Experts):
         return tuple(module.biases)
     return ("weight",) if isinstance(module, QuantizedLayer) else ()
+
+
+def input_formats(model: nn.Module) -> dict[str, Format]:
+    """Returns the formats in which layers quantize their inputs, by the weight's name, under its first name if it is tied.
+
+    A layer with delayed scaling, whose scales are of earlier steps, isn't in it.
+    """
+    found: dict[int, tuple[str, Format | None]] = {}
+    for path, module in model_names.modules(model).items():
+        for own in quantized_names(module):
+            layer: Any = module.product_of(own) if isinstance(module, Experts) else module
+            recipe, name = layer.linear_recipe, f"{path}.{own}" if path else own
+            found.setdefault(id(module.get_parameter(own)), (name, None if recipe.delayed else recipe.input.format))
+    return {name: format for name, format in found.values() if format is not None}
 
 
 def bias_names(module: nn.Module) -> tuple[str | None, ...]:

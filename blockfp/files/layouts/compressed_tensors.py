@@ -13,6 +13,8 @@
 NVFP4 also has weight_global_scale F32 [1] = div(1, tensor_scale), by which readers divide. Codes are the same bytes. Scales of
 square blocks of 16 and 32 are repeated for each row. FP8 and MX values are bit-exact; NVFP4 values are within 2 ulp of fp32,
 because compressed-tensors computes code * (s_b / global_scale), and blockfp code * (s_b * tensor_scale).
+
+"input_activations" describes how the forward quantizes a layer's input (`input_arguments`), if the model says so.
 """
 
 from __future__ import annotations
@@ -71,6 +73,23 @@ def scheme(format: Format) -> Scheme | None:
     return None
 
 
+def input_arguments(format: Format | None, weight: Weight) -> dict[str, Any] | None:
+    """Returns the fields of `QuantizationArgs` of a layer's input, quantized in `format` at each forward; None states 16 bits.
+
+    Described are pairs like the library's presets: servers read another as one that they know, or refuse the layer. Weight and
+    input have one element and kind of scale, and the input's scales are of the tensor, of tokens, or of blocks of a row. NVFP4
+    isn't described, because its presets set the input's scale of the tensor beforehand.
+    """
+    if format is None or (format.element, format.scale.dtype) != (weight.format.element, weight.format.scale.dtype):
+        return None
+    known = scheme(format)
+    if known is None or format.scale.two_level or (format.block is not None and format.block[0] > 1):
+        return None
+    if known.group and weight.shape[-1] % known.group:
+        return None
+    return {**known.weights, "dynamic": True, **({"strategy": "token"} if format.per_row else {})}
+
+
 _KV = Format.parse("fp8_e4m3")
 """The format of cached keys and values."""
 
@@ -117,7 +136,11 @@ class CompressedTensors(Layout):
         return laid
 
     def configs(self, model: Contents) -> dict[str, dict[str, Any]]:
-        schemes = {name: known for name, weight in model.weights.items() if (known := scheme(weight.format))}
+        schemes = {
+            name: (known, input_arguments(model.inputs.get(name), weight))
+            for name, weight in model.weights.items()
+            if (known := scheme(weight.format))
+        }
         kv, known = None, scheme(_KV)
         assert known is not None
         for scale, _ in model.kv_scales.values():
@@ -130,8 +153,8 @@ def _inverse(tensor_scale: Tensor) -> np.ndarray:
         return (np.float32(1) / tensor_scale.read()).reshape(1)
 
 
-def _config(schemes: dict[str, Scheme]) -> dict[str, Any]:
-    groups: list[tuple[Scheme, list[str]]] = []
+def _config(schemes: dict[str, tuple[Scheme, dict[str, Any] | None]]) -> dict[str, Any]:
+    groups: list[tuple[tuple[Scheme, dict[str, Any] | None], list[str]]] = []
     for name, known in schemes.items():
         target = _target(name.rpartition(".")[0])
         for other, targets in groups:
@@ -140,7 +163,7 @@ def _config(schemes: dict[str, Scheme]) -> dict[str, Any]:
                 break
         else:
             groups.append((known, [target]))
-    formats = {known.format for known, _ in groups}
+    formats = {known.format for (known, _), _ in groups}
     return {
         "quant_method": "compressed-tensors",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
@@ -149,11 +172,11 @@ def _config(schemes: dict[str, Scheme]) -> dict[str, Any]:
             f"group_{i}": {
                 "targets": targets,
                 "weights": known.weights,
-                "input_activations": None,
+                "input_activations": inputs,
                 "output_activations": None,
                 "format": known.format,
             }
-            for i, (known, targets) in enumerate(groups)
+            for i, ((known, inputs), targets) in enumerate(groups)
         },
         "ignore": [],
     }
