@@ -254,6 +254,10 @@ def test_compressed_tensors_reads_what_is_saved(name, recipe, tmp_path):
     family(name, **options).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
     model = load(tmp_path / "plain", quantization_config=BlockfpConfig(recipe, modules_to_not_convert=["lm_head"]))
     save_in_layout(model, tmp_path / "saved", "compressed-tensors", file_bytes=300_000)
+    written = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
+    inputs = [group["input_activations"] for group in written["config_groups"].values()]
+    strategy = {"mxfp8": "group", "fp8_block": "group", "fp8_current": "tensor", "nvfp4": None}[recipe]
+    assert [one and one["strategy"] for one in inputs] == [strategy]
     config = transformers.CompressedTensorsConfig(run_compressed=False)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", quantization_config=config)
     for path, value in bfp.high_precision_state_dict(model).items():

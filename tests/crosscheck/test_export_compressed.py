@@ -150,6 +150,17 @@ def test_layers_with_other_inputs_are_other_groups(library, tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_checkpoint_without_recipes_states_no_inputs(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    model = bfp.convert(torch.nn.Sequential(torch.nn.Linear(128, 64)), "fp8_row")
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path / "run")
+    assert run("export", tmp_path / "run", tmp_path / "ct", "--to", "compressed-tensors", "--prefix", "").exit_code == 0
+    (group,) = json.loads((tmp_path / "ct" / "config.json").read_text())["quantization_config"]["config_groups"].values()
+    assert (group["targets"], group["input_activations"]) == (["re:^0$"], None)
+
+
 def _within_an_ulp_of_bfloat16(got, expected):
     ours = expected.to(torch.bfloat16).view(torch.int16).to(torch.int32)
     assert (got.detach().to(torch.bfloat16).view(torch.int16).to(torch.int32) - ours).abs().max() <= 1
