@@ -22,6 +22,7 @@ from blockfp.definition import scaling
 from blockfp.recipes import Cast, Operand, Recipe
 
 from ..arrays.array import QuantizedArray
+from ..arrays.pieces import sum_of_pieces
 from ..implementations import explicit
 from ..implementations.carriers import carrier_of
 from ..implementations.derivatives import attach, either, linear_map
@@ -30,7 +31,6 @@ from .arguments import transposed_weight
 from .delayed import DelayedState, cotangent
 from .layer_placement import LayerPlacement
 from .operands import Operands
-from .pieces import sum_of_pieces
 from .products import Matrix, Side, computed_once
 from .prologue import values_of
 from .straight_through import (

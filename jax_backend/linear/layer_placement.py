@@ -18,10 +18,9 @@ from blockfp.sharding import plans
 from blockfp.sharding.pieces import check_splits
 from blockfp.sharding.placement import Placement, Replicate, Shard, Sharding
 
-from ..arrays import sharded, storage
+from ..arrays import pieces, sharded, storage
 from ..arrays.array import QuantizedArray
 from ..implementations import explicit
-from . import pieces
 from .products import Matrix
 
 

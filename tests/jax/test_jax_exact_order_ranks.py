@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from blockfp.jax_backend.linear import pieces
+from blockfp.jax_backend.arrays import pieces
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from samples import bits_of, sample

@@ -15,8 +15,8 @@ from jax import lax
 
 from blockfp.definition.layout import packed_columns
 
-from ..arrays.array import QuantizedArray
 from ..implementations.product import add, finish
+from .array import QuantizedArray
 
 
 def sum_of_pieces(a: Any, b: Any, count: int, multiply: Callable[[Any, Any], jax.Array]) -> jax.Array:
