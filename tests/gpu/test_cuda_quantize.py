@@ -308,33 +308,17 @@ def test_graph_capture(name):
         assert_same((y, None, None), (numerics.dequantize(*expected, format, "bfloat16", columns=256), None, None), name)
 
 
-def test_delayed_scaling_casts_and_records():
-    x = sample("bf16_valued", (128, 256), "bfloat16")
-    scale, recorded = torch.tensor([3.0], device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
-    codes, stored = torch.empty((128, 256), dtype=torch.uint8, device="cuda"), torch.empty((1, 1), device="cuda")
-    cuda_library.library().quantize(
-        to_gpu(x), scale, None, recorded, codes, stored, None, None, None, None, *format_numbers(Format.parse("fp8_e4m3")),
-        False, 0, 0, False, False, 0, 0, 0, 0,
-    )  # fmt: skip
-    import ml_dtypes
-
-    expected = np.clip(x.astype(np.float32) * np.float32(3), -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    assert (to_numpy(codes) == expected).all()
-    assert stored.item() == np.float32(1) / np.float32(3)
-    assert recorded.cpu().view(torch.float32).item() == np.abs(x.astype(np.float32)).max()
-
-
 @pytest.mark.parametrize("shape", [(128, 256), (4096, 1040), (32, 8), (37, 150)])
-@pytest.mark.parametrize("scale", [0.0, 3.0])
+@pytest.mark.parametrize(("given", "scale"), [("scale", 0.0), ("scale", 3.0), ("multiplier", 3.0)])
 @pytest.mark.parametrize("kind", ["bf16_valued", "random_bits", "special", "zeros"])
-def test_delayed_scaling_measures_where_it_has_no_scale(shape, scale, kind):
+def test_delayed_scaling_casts_records_and_measures_where_it_has_no_scale(shape, given, scale, kind):
     """A matrix and what an activation makes, both directions; a NaN in x doesn't count in its amax, an Inf marks the scales."""
     format = Format.parse("fp8_e4m3")
     x = sample(kind, shape, "bfloat16")
     with np.errstate(all="ignore"):
         made = np.where(x <= 0, np.float32(0), x.astype(np.float32) ** 2).astype(x.dtype)
     for function, inputs, values in (("quantize", (to_gpu(x),), x), ("quantize_gated", (to_gpu(x), None), made)):
-        cast = OperandCast(format, format, "scale")
+        cast = OperandCast(format, format, given)
         if function == "quantize_gated" and not cast.of_made(*shape):
             continue
         call = calls.quantize(shape, "bfloat16", cast, function, first=calls.ACTIVATIONS["relu2"])
