@@ -37,7 +37,7 @@ def quantize_params(tree: Any, recipe: Recipe | RecipeName | ByPath, *, filter_f
     """Quantizes a tree's weights in a recipe's weight format.
 
     Weights are [..., out, in]; each matrix of a stack (for scan, or experts) is quantized separately. Use `filter_fn` to
-    exclude embeddings and other arrays that no quantized product reads.
+    exclude embeddings and other arrays that no quantized product reads. A weight that is quantized already stays as it is.
 
     Args:
         tree: parameters.
