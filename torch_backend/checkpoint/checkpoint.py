@@ -157,8 +157,8 @@ def _warn_of_random_keys(model: nn.Module, group: dist.ProcessGroup | None) -> N
             own = ranks.rank_and_world(group)[0]
             warnings.warn(
                 f"the random key of {name} is {keys[name]} on rank {own} and {others[name]} on rank {rank}, and a checkpoint "
-                "keeps one: a run that continues from it rounds gradients otherwise than this one. Call torch.manual_seed "
-                "with one seed on all ranks before the layers are made",
+                "keeps one: a run that continues from it rounds gradients otherwise than this one. Seed all ranks alike where "
+                "layers are made or reset, or load this checkpoint, which gives them one key",
                 stacklevel=3,
             )
             return
