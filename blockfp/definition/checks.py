@@ -147,13 +147,22 @@ def check_scales(
 _NO_EQUALITY = "compare format, codes, scales and tensor_scale for equal bits, or dequantize() for equal values"
 
 
-def array_function(self: Any, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Serves as `__array_function__` of quantized arrays: runs NumPy's function, but not if it compares.
+_COMPARE = (np.array_equal, np.array_equiv)
+_WRITE = (np.save, np.savez, np.savez_compressed, np.savetxt)
 
-    NumPy's comparisons take an array without values for one that is unequal, and return False instead of raising.
+
+def array_function(self: Any, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Serves as `__array_function__` of quantized arrays: runs NumPy's function, but not if it compares or writes.
+
+    NumPy's comparisons take an array without values for one that is unequal, and return False instead of raising; those that
+    write have emptied the file before they ask for values.
     """
-    if function in (np.array_equal, np.array_equiv):
+    if function in _COMPARE:
         raise TypeError(f"numpy.{function.__name__} is not defined for a {type(self).__name__}: {_NO_EQUALITY}")
+    if function in _WRITE:
+        raise TypeError(
+            f"numpy.{function.__name__} takes no {type(self).__name__}: save it by blockfp's save, or pass its values"
+        )
     return function._implementation(*args, **kwargs)
 
 

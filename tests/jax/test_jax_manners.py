@@ -163,6 +163,17 @@ def test_equality_is_not_guessed(make):
 
 
 @FACES
+@pytest.mark.parametrize("write", [np.save, np.savez, np.savez_compressed, np.savetxt])
+def test_numpy_leaves_a_file_as_it_is(make, write, tmp_path):
+    file = tmp_path / "weights.npz"
+    file.write_bytes(b"kept")
+    with pytest.raises(TypeError, match=rf"numpy\.{write.__name__} takes no QuantizedArray: save it by blockfp's save"):
+        write(file, make(X, "mxfp8_e4m3"))
+    assert [path.name for path in tmp_path.iterdir()] == ["weights.npz"]
+    assert file.read_bytes() == b"kept"
+
+
+@FACES
 @pytest.mark.parametrize("format", ["fp8_e4m3", "mxfp8_e4m3_32x32", "nvfp4_16x16", "mxfp6_e3m2_32x32"])
 def test_sizes_and_transpose(make, format):
     q = make(X, format)

@@ -57,6 +57,17 @@ def test_numpy_does_not_take_it_for_unequal(compare, weights):
 
 
 @BOTH
+def test_numpy_leaves_a_file_as_it_is(weights, tmp_path):
+    w, file = weight(weights), tmp_path / "weights.npy"
+    file.write_bytes(b"kept")
+    with pytest.raises(
+        TypeError, match=rf"numpy\.save takes no {type(w).__name__}: save it by blockfp's save, or pass its values"
+    ):
+        np.save(file, w)
+    assert file.read_bytes() == b"kept"
+
+
+@BOTH
 def test_other_librarys_code_gets_no_pointer(weights):
     w = weight(weights)
     for each in (w, w.detach(), w[:8], w.clone(), nn.Parameter(w)):
