@@ -161,7 +161,7 @@ def array_function(self: Any, function: Any, types: Any, args: Any, kwargs: Any)
         raise TypeError(f"numpy.{function.__name__} is not defined for a {type(self).__name__}: {_NO_EQUALITY}")
     if function in _WRITE:
         raise TypeError(
-            f"numpy.{function.__name__} takes no {type(self).__name__}: save it by blockfp's save, or pass its values"
+            f"numpy.{function.__name__} takes no {type(self).__name__}: save it by blockfp's save, or pass q.dequantize()"
         )
     return function._implementation(*args, **kwargs)
 

@@ -61,7 +61,7 @@ def test_numpy_leaves_a_file_as_it_is(weights, tmp_path):
     w, file = weight(weights), tmp_path / "weights.npy"
     file.write_bytes(b"kept")
     with pytest.raises(
-        TypeError, match=rf"numpy\.save takes no {type(w).__name__}: save it by blockfp's save, or pass its values"
+        TypeError, match=rf"numpy\.save takes no {type(w).__name__}: save it by blockfp's save, or pass q\.dequantize"
     ):
         np.save(file, w)
     assert file.read_bytes() == b"kept"
