@@ -21,8 +21,8 @@ from blockfp import recipes  # noqa: E402
 def model_of(recipe):
     with threaded.seeded(0):
         model = nn.Sequential(nn.Linear(128, 96), nn.Linear(96, 96, bias=False), nn.Linear(96, 96, bias=False))
-    model[2].weight = model[1].weight
-    return bfp.convert(model, recipe, weights="high_precision")
+        model[2].weight = model[1].weight
+        return bfp.convert(model, recipe, weights="high_precision")
 
 
 def save(rank, folder, recipe):
