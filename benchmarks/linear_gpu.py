@@ -49,7 +49,9 @@ class Contender:
         if name != "bf16":
             recipe, _, weights = name.partition("+")
             asked = {option: recipe.endswith(suffix) for option, suffix in SUFFIXES.items()}
-            chosen = recipes.parse(recipe.removesuffix("_exact").removesuffix("_ordered")).replace(**asked)
+            for suffix in SUFFIXES.values():
+                recipe = recipe.removesuffix(suffix)
+            chosen = recipes.parse(recipe).replace(**asked)
             bfp.convert(self.model, chosen, weights="high_precision" if weights else "quantized", keep_init=False)
         self.x = torch.randn(tokens, features, device="cuda").bfloat16().requires_grad_()
         self.gradient = torch.randn(tokens, features, device="cuda").bfloat16() / tokens

@@ -13,8 +13,8 @@
 //       amax: of the tensor, for formats with one scale per tensor or two levels: int32 bits; with `measure` it is computed first, in
 //       place; a float32 is the multiplier itself (delayed scaling), with `measure` only if it is above 0: otherwise the amax of x
 //       decides, which is computed first. With rotate_t it has two elements, the second for the rotated, transposed direction.
-//       recorded: int32 [1]; with one scale per tensor it becomes the amax of x, in blocks the bits of Inf if x contains one. mark: scales (tensor scales, with two levels) become NaN if x contains an Inf; requires `recorded` if there is no
-//       amax.
+//       recorded: int32 [1]; with one scale per tensor it becomes the amax of x, in blocks the bits of Inf if x contains one. mark:
+//       scales (tensor scales, with two levels) become NaN if x contains an Inf; requires `recorded` if there is no amax.
 //       key: int32 or uint32 [2], or [4] whose second pair is for codes_t; absent: round to nearest even. rotate_t: apply the random
 //       Hadamard transform before codes_t. largest_bits: fp32 bits that replace an FP8 block multiplier that overflows.
 //   encode(x, blocks?, nan?, amax?, key?, codes, scales, tensor_scale?, FORMAT, eps_bits, largest_bits, row, column, rows, columns)
