@@ -5,6 +5,7 @@ A call takes inputs, then arrays, then numbers. kernels/cuda/**/*exports.cu and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -180,6 +181,9 @@ def quantize(
         made |= _named(PARTS_T, layout.parts(turned, format, origin[::-1]))
     if cast.measures:
         made["amax"] = ((2 if cast.rotates else 1,), "int32")
+    if format.per_row:
+        # Scratch, for each row and column that has codes.
+        made["amax"] = ((sum(math.prod(made[name][0]) for name in ("scales", "scales_t") if name in made),), "int32")
     if cast.given in ("multiplier", "scale") or (mark and not format.has_tensor_scale):
         made["recorded"] = ((1,), "int32")
     numbers |= dict(zip(_PLACE, (*origin, *(whole or (0, 0))), strict=True), mark=mark)

@@ -86,8 +86,6 @@ class CudaLibrary(Backend):
         return missing_library("gpu", cuda_library)
 
     def refusal(self, operation: str, *, format: Format, **options: Any) -> str | None:
-        if format.per_row and operation.startswith("quantize"):
-            return f"the CUDA library finds no scale for each row in one pass, of {format}"
         if format.scale.four_over_six and not format.square and operation in ("quantize_columnwise", "quantize_both"):
             return f"the CUDA library chooses between two scales of a block along the rows alone, of {format}"
         return refusal_of_amax(operation, format)

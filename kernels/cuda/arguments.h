@@ -197,6 +197,10 @@ int64_t cublas_version();
 // Returns why a product couldn't be enqueued; "" if it was.
 std::string launch_product(const ProductArguments& a, cudaStream_t stream);
 
+// Quantizes FP8 with a scale for each whole row or column. `amaxes` is scratch, an int32 for each row, then each column, that has
+// codes.
+cudaError_t launch_long(QuantizeArguments a, int32_t* amaxes, cudaStream_t stream);
+
 // One definition per element: the same file is compiled for each.
 template <class E>
 cudaError_t launch_rows(const QuantizeArguments& a, cudaStream_t stream);

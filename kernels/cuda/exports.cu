@@ -12,7 +12,8 @@
 //       codes, scales: along the rows of x. codes_t, scales_t: of x transposed. Either, or both from one read.
 //       amax: of the tensor, for formats with one scale per tensor or two levels: int32 bits; with `measure` it is computed first, in
 //       place; a float32 is the multiplier itself (delayed scaling), with `measure` only if it is above 0: otherwise the amax of x
-//       decides, which is computed first. With rotate_t it has two elements, the second for the rotated, transposed direction.
+//       decides, which is computed first. With rotate_t it has two elements, the second for the rotated, transposed direction. With a
+//       scale per row, scratch: an int32 for each row, then for each column, that has codes.
 //       recorded: int32 [1]; with one scale per tensor it becomes the amax of x, in blocks the bits of Inf if x contains one. mark:
 //       scales (tensor scales, with two levels) become NaN if x contains an Inf; requires `recorded` if there is no amax.
 //       key: int32 or uint32 [2], or [4] whose second pair is for codes_t; absent: round to nearest even. rotate_t: apply the random
@@ -39,8 +40,8 @@
 //       `second`: their tensor_scale, for two-level formats.
 //
 // FORMAT is four integers: element, block_rows, block_columns (0, 0: the tensor), rule, as numbered in elements.h and scales.h.
-// FP8 with a scale per row (1, kWholeRow) is only for amax_blocks, encode and dequantize. `?`: None or an empty array if
-// absent. (row, column) is the origin of x in an unsharded matrix of (rows, columns); 0 rows mean x's own extent. Callers
+// FP8 with a scale per row (1, kWholeRow) is only for amax_blocks, quantize, encode and dequantize. `?`: None or an empty array
+// if absent. (row, column) is the origin of x in an unsharded matrix of (rows, columns); 0 rows mean x's own extent. Callers
 // allocate the outputs, which are contiguous. Work is enqueued on the caller's current stream. Products are in
 // products/product_exports.cu, functions on groups in quantize/group_exports.cu, and quantizers to aligned codes in
 // quantize/aligned_exports.cu.
@@ -108,14 +109,15 @@ void quantize(TensorView x, MaybeTensor amax, MaybeTensor key, MaybeTensor recor
   const OnDevice on(x, "x");
   QuantizeArguments a{};
   a.x = matrices_of(x, "x");
-  a.format = checked_format(element, block_rows, block_columns, rule, Scales::kChosen);
+  a.format = checked_format(element, block_rows, block_columns, rule, Scales::kChosen, true);
   check(!a.format.four_over_six() || !has(codes_t) || a.format.square(),
         "blocks of 1x16 choose between scales (4-over-6) along the rows alone: ask for codes of x.mT");
   check(a.x.column_stride == 1 || x.numel() == 0, "the columns of x must be adjacent, and their stride is ", a.x.column_stride,
         ": pass x.contiguous(), or ask for codes_t of x.mT");
   a.window = window_of(a.format, a.x.rows, a.x.columns, row, column, rows, columns);
   const bool square = a.format.square(), whole = a.format.per_tensor(), two_levels = a.format.two_levels();
-  if (!square && !whole) {
+  const bool long_lines = a.format.per_row();
+  if (!square && !whole && !long_lines) {
     a.window.row_phase = static_cast<int>(row % block_columns);  // of the transposed matrix
     if (!has(codes_t)) a.window.row_phase = 0;
     if (!has(codes)) a.window.column_phase = 0;
@@ -169,7 +171,8 @@ void quantize(TensorView x, MaybeTensor amax, MaybeTensor key, MaybeTensor recor
   a.rotate_column = rotate_t;
   check(!rotate_t || (two_levels && !square && row % 16 == 0),
         "only NVFP4 in blocks of 1x16 is rotated, from rows that are multiples of 16; the first row is ", row);
-  if (a.recorded != nullptr) on.done(cudaMemsetAsync(a.recorded, 0, sizeof(int32_t), on.stream));
+  // launch_amax clears it.
+  if (a.recorded != nullptr && !a.measured) on.done(cudaMemsetAsync(a.recorded, 0, sizeof(int32_t), on.stream));
   if (measure && a.amax != nullptr) {
     int32_t* out = data_of<int32_t>(amax);
     on.done(rotate_t ? launch_amax_rotated(a.x, out, on.stream) : launch_amax(a.x, out, on.stream));
@@ -178,6 +181,11 @@ void quantize(TensorView x, MaybeTensor amax, MaybeTensor key, MaybeTensor recor
   const bool empty = x.numel() == 0;
   if (empty && !whole && !two_levels) return;
   if (!empty && !has(codes) && !has(codes_t)) return;
+  if (long_lines) {
+    check_array(amax, "amax", on.device, (has(codes) ? lines : 0) + (has(codes_t) ? lines_t : 0), 32, "an int32 for each row and column");
+    on.done(launch_long(a, data_of<int32_t>(amax), on.stream));
+    return;
+  }
   const bool along_rows = empty || (!has(codes_t) && (!square || whole));
   on.done(with_element(a.format.element, [&](auto e) {
     using E = decltype(e);

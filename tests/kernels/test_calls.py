@@ -53,13 +53,15 @@ def test_every_quantizing_function_of_the_gpu_is_described():
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(True, False), (False, True), (True, True)])
 def test_casts(format, rows, columns):
-    """Outputs have the layout's shapes, and exactly one word tells of an Inf."""
+    """Outputs have the layout's shapes, and exactly one word tells of an Inf; amaxes of whole lines are scratch."""
     shape, cast = (3, 64, 160), OperandCast(format if rows else None, format if columns else None)
     call = calls.quantize(shape, "bfloat16", cast)
     for names, lines, wanted in ((PARTS, shape, rows), (PARTS_T, (3, 160, 64), columns)):
         parts = [*layout.parts(lines, format), None][:3] if wanted else [None] * 3
         assert [call.arrays[name] for name in names] == parts
     words = {"amax" if format.has_tensor_scale else "recorded": ((1,), "int32")}
+    if format.per_row:
+        words["amax"] = ((3 * (64 * rows + 160 * columns),), "int32")
     assert {name: call.arrays[name] for name in ("amax", "recorded") if call.arrays[name]} == words
     assert tuple(call.numbers.values())[:4] == calls.format_numbers(format)
     assert call.numbers["measure"] == format.has_tensor_scale

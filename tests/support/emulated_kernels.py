@@ -117,8 +117,11 @@ def quantize(
     rule, measure, eps_bits, largest_bits, rotate_t, mark, row, column, rows, columns,
 ):  # fmt: skip
     format = BY_NUMBERS[element, block_rows, block_columns, rule]
-    eps, nominal = float_of(eps_bits), bits.dtype_name(x)
-    assert largest_bits == calls.largest_multiplier(format, eps, nominal)
+    eps = float_of(eps_bits)
+    # x's own, or that of an update whose master x is.
+    nominal = next(
+        name for name in (bits.dtype_name(x), *calls.DTYPE_NUMBERS) if calls.largest_multiplier(format, eps, name) == largest_bits
+    )
     assert not mark or format.has_tensor_scale or recorded is not None
     words = amax_bits(x)
     if recorded is not None:

@@ -164,10 +164,8 @@ def _quantize(
     key, format, (height, width) = key_beside(key, x), cast.row or cast.column, x.shape[-2:]
     assert format is not None
     place = {"origin": tuple(origin), "whole": None if whole is None else tuple(whole)}
-    if format.per_row:
-        return quantize_rows(x, cast, key, given, out, nominal=nominal, **place)
     block = format.block or (1, 1)
-    phase = (origin[0] % block[0], origin[1] % block[1])
+    phase = (origin[0] % block[0], 0 if format.per_row else origin[1] % block[1])
     # Amaxes of whole blocks are those that the kernel finds itself.
     inside = phase == (0, 0) and height % block[0] == 0 and width % block[1] == 0
     adjacent = width == 1 or x.stride(-1) == 1 or x.numel() == 0
@@ -183,25 +181,6 @@ def _quantize(
     found = carry_out(call, stack_of(x), amax=tensor_amax, key=key, **made)
     row = Quantized(found["codes"], found["scales"], found["tensor_scale"])
     return Both(row, Quantized(found["codes_t"], found["scales_t"], found["tensor_scale_t"]), found["amax"])
-
-
-def quantize_rows(
-    x, cast: OperandCast, key, given: Amax | None = None, out: Quantized = _NOTHING, *, origin=(0, 0), whole=None, nominal=None
-) -> Both:
-    """Quantizes with a scale for each row, or for each column, whose amaxes need a pass of their own, and tells the largest."""
-    made, largest_of_all = [_NOTHING, _NOTHING], None
-    for number, format in enumerate((cast.row, cast.column)):
-        if format is None:
-            continue
-        turn = slice(None, None, -1) if number else slice(None)
-        values, start = (x.mT.contiguous() if number else x), origin[turn]
-        own = given or amax(values, format, origin=start)
-        words = key if key is None or key.numel() == 2 else key.view(2, 2)[number].contiguous()
-        place = {"origin": start, "whole": whole and whole[turn]}
-        made[number] = _encode(values, format, own, words, _NOTHING if number else out, eps=cast.eps, nominal=nominal, **place)
-        if largest_of_all is None and own.blocks.numel():
-            largest_of_all = own.blocks.amax().view(1)
-    return Both(made[0], made[1], largest_of_all)
 
 
 def _encode(

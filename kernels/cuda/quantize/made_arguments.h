@@ -77,7 +77,8 @@ inline QuantizeArguments made_arguments(const Matrices& x, const char* name, con
   a.tensor_scale = data_of<float>(o.tensor_scale), a.tensor_scale_t = data_of<float>(o.tensor_scale_t);
   a.eps_bits = static_cast<int32_t>(eps_bits), a.largest_bits = static_cast<int32_t>(largest_bits);
   a.rotate_column = rotate_t;
-  if (a.recorded != nullptr) on.done(cudaMemsetAsync(a.recorded, 0, sizeof(int32_t), on.stream));
+  // launch_amax_gated clears it.
+  if (a.recorded != nullptr && !a.measured) on.done(cudaMemsetAsync(a.recorded, 0, sizeof(int32_t), on.stream));
   return a;
 }
 

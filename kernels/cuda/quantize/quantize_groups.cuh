@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T, R>)
 template <class E, class T, Rounding R>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T, R>)
     quantize_groups_across_warps(const __grid_constant__ QuantizeArguments all, uint32_t across, bool vectors) {
-  __shared__ __align__(16) StagedWide<E, T, R> shared;
+  __shared__ __align__(16) StagedWide<E, R, WideScales<E, T, R>> shared;
   QuantizeArguments a = all;
   TileOrigin tile;
   if (!find_group(a, tile, across) || a.x.rows == 0) return;

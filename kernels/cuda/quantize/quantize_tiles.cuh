@@ -146,16 +146,16 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T, R>)
   quantize_lines(piece, tensor_scales<E, Block>(a, blockIdx.x == 0), shared);
 }
 
-// A tile's codes, and the amaxes and multipliers of its scales, in shared memory.
-template <class E, class T, Rounding R>
+// A tile's codes, and its scales (WideScales or LongScales), in shared memory.
+template <class E, Rounding R, class Scales>
 struct StagedWide {
   StagedCodes<E, R> codes;
-  WideScales<E, T, R> scales;
+  Scales scales;
 };
 
-// quantize_lines for blocks whose scales the warps of a tile determine together.
-template <class E, class T, Rounding R>
-__device__ __forceinline__ void quantize_wide_lines(const Piece<E, T, R>& piece, StagedWide<E, T, R>& shared) {
+// quantize_lines for lines that have one scale each in a tile.
+template <class E, class T, Rounding R, class Scales>
+__device__ __forceinline__ void quantize_wide_lines(const Piece<E, T, R>& piece, StagedWide<E, R, Scales>& shared) {
   const QuantizeArguments& a = piece.a;
   shared.scales.decide(piece);
   const PieceCodes<E, T, R, Range::kAny> codes(piece, false, {});
@@ -166,19 +166,19 @@ __device__ __forceinline__ void quantize_wide_lines(const Piece<E, T, R>& piece,
     codes.rows([&](int r) { return multipliers[r]; }, [&](int r, uint2 c) { out.put(r, c); });
     out.finish();
   }
+  if (a.column.codes == nullptr) return;
   shared.scales.read_columns(piece.place.column, multipliers);
   codes.columns([&](int j) { return multipliers[j]; }, staged(piece, shared.codes));
-  if (a.column.codes == nullptr) return;
   __syncthreads();
   shared.codes.columns.copy_out(piece);
 }
 
-// Blocks of 1x128.
-template <class E, class T, Rounding R, class Source>
+// Blocks of 1x128, and whole lines.
+template <class E, class T, Rounding R, class Source, class Scales = WideScales<E, T, R>>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T, R>)
     quantize_across_warps(const __grid_constant__ QuantizeArguments a, uint32_t across, uint32_t down, uint32_t strip, bool vectors) {
   if (a.scales_by_tile) launch_dependents();
-  __shared__ __align__(16) StagedWide<E, T, R> shared;
+  __shared__ __align__(16) StagedWide<E, R, Scales> shared;
   Piece<E, T, R> piece(a, tile_of_block(a.window, across, down, strip));
   Source::load(piece, vectors);
   quantize_wide_lines(piece, shared);

@@ -16,10 +16,8 @@ from blockfp.kernels import calls
 from blockfp.kernels.cuda_library import library
 from blockfp.kernels.operand_cast import OperandCast
 
-from .. import cuda
 from ..cuda import check_beside, check_input_on_device
 from ..library import maker, name_of
-from ..product.matrix import marker
 from .cuda_layouts import align_parts, align_plans
 
 Read = Callable[..., list[Tensor]]
@@ -37,8 +35,6 @@ def reader(x: Tensor, cast: OperandCast, *, one_scale: bool = False, function: s
     """
     check_input_on_device(x)
     cast = cast._replace(eps=eps_for(cast.format, cast.eps))
-    if cast.format.per_row:
-        return _rows_reader(cast)
     call, device = calls.quantize(tuple(x.shape), name_of(x.dtype), cast, function, first=first), x.device
     of_made, given, keyed = function != "quantize", cast.given, any(cast.random)
     run, numbers, names = getattr(library(), call.function), tuple(call.numbers.values()), list(call.arrays)
@@ -92,20 +88,3 @@ def reader(x: Tensor, cast: OperandCast, *, one_scale: bool = False, function: s
 def made_reader(x: Tensor, cast: OperandCast, function: str, first: float) -> Read | None:
     """`reader` of what a kernel makes of inputs that lie as x does; None where it doesn't have the format or the lengths."""
     return reader(x, cast, function=function, first=first) if cast.of_made(*x.shape) else None
-
-
-def _rows_reader(cast: OperandCast) -> Read:
-    """`reader` of a format with a scale for each row."""
-    if cast.rotates:
-        raise ValueError(f"only NVFP4 in blocks of 1x16 is rotated here, got {cast.format}")
-    mark_each = marker([format for format in (cast.row, cast.column) if format is not None], False)
-    keyed = any(cast.random)
-
-    def read(x, amax=None, multiplier=None, keys=None):
-        both = cuda.quantize_rows(cuda.stack_of(x), cast, keys.view(4) if keyed and keys is not None else None)
-        made = [q[:2] for q in both[:2] if q.codes is not None]
-        if x.numel():
-            mark_each(x, made, both.amax)
-        return [part for parts in made for part in parts]
-
-    return read
