@@ -2,8 +2,8 @@
 
 The formulas match `torch.optim.AdamW` and `torch.optim.Adam` (Kingma, Ba 2015; Loshchilov, Hutter 2019). Every operation is a
 single fp32 operation, so NumPy, eager torch and the kernels (kernels/include/blockfp/adamw.h) agree bit for bit. XLA would fuse
-products and sums; JAX's face prevents it (`unfused`) and computes a traced step's constants in float64, as Python does, so
-moments and masters agree too.
+products and sums, and divides inexactly on a GPU; JAX's face prevents it (`Operations`) and computes a traced step's constants
+in float64, as Python does, so moments and masters agree too.
 
 Moments can be stored in bfloat16, or in FP8 in blocks of 1x128 along the last axis (`MOMENT_FORMAT`). Rounding to nearest would
 not work: a step changes a second moment by about 0.1%, but codes are 0.4 to 12% apart, so a moment could rise and never fall.
@@ -20,6 +20,7 @@ changes nothing.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from numbers import Real
 from typing import Any, Literal, NamedTuple
@@ -118,6 +119,27 @@ def check_settings(lr: Any, betas: tuple[float, float], eps: float, weight_decay
         raise ValueError(f"moments must be one of {', '.join(map(repr, Moments.__args__))}, got {moments!r}")
 
 
+def _square_root(x: Array) -> Array:
+    """Computes the IEEE square root. torch's CPU kernel can be off in the last place in fp32, so it computes in float64."""
+    xp = array_namespace(x)
+    if is_torch_array(x) and x.device.type == "cpu":
+        return xp.astype(xp.sqrt(xp.astype(x, xp.float64)), xp.float32)
+    return xp.sqrt(x)
+
+
+class Operations(NamedTuple):
+    """The operations of a step that a compiler may round otherwise than IEEE 754.
+
+    Attributes:
+        unfused: marks a product that must be rounded before it is added.
+        divide, square_root: rounded to the nearest float32.
+    """
+
+    unfused: Callable[[Array], Array] = lambda product: product
+    divide: Callable[[Array, Array], Array] = operator.truediv
+    square_root: Callable[[Array], Array] = _square_root
+
+
 def stands_still(c: Coefficients) -> Any:
     """Returns whether a step can't change the weight (lr 0); then codes must be kept, because requantizing could change
     them."""
@@ -133,7 +155,7 @@ def update(
     *,
     ahead: tuple[Any, Any] | None = None,
     eps_root: Any = 0.0,
-    unfused: Callable[[Array], Array] = lambda product: product,
+    operations: Operations = Operations(),  # noqa: B008
 ) -> tuple[Array, Array, Array]:
     """Computes a step and returns (weight, first moment, second moment), unchanged if the step is skipped.
 
@@ -142,8 +164,9 @@ def update(
         c: coefficients; arrays must broadcast with the weight.
         ahead: Nesterov's rates of gradient and first moment, instead of the first moment's rate alone.
         eps_root: added to the unbiased second moment under the root.
-        unfused: marks a product that must be rounded before it is added.
+        operations: how the library rounds.
     """
+    unfused, divide, square_root = operations
     before = (weight, first, second)
     gradient = gradient * c.unscale
     if not isinstance(c.l2, Real) or c.l2 != 0:
@@ -151,22 +174,14 @@ def update(
     first = first + unfused((gradient - first) * c.weight1)
     second = unfused(second * c.beta2) + unfused((gradient * c.weight2) * gradient)
     if isinstance(eps_root, Real) and eps_root == 0:
-        root = unfused(_square_root(second) * c.unbias2)
+        root = unfused(square_root(second) * c.unbias2)
     else:
-        root = _square_root(unfused(second * (c.unbias2 * c.unbias2)) + eps_root)
+        root = square_root(unfused(second * (c.unbias2 * c.unbias2)) + eps_root)
     along = first * c.rate if ahead is None else unfused(gradient * ahead[0]) + unfused(first * ahead[1])
-    moved = unfused(weight * c.decay) + along / (root + c.eps)
+    moved = unfused(weight * c.decay) + divide(along, root + c.eps)
     after = (_unless(stands_still(c), weight, moved), first, second)
     weight, first, second = (_unless(c.skip != 0, old, new) for old, new in zip(before, after, strict=True))
     return weight, first, second
-
-
-def _square_root(x: Array) -> Array:
-    """Computes the IEEE square root. torch's CPU kernel can be off in the last place in fp32, so it computes in float64."""
-    xp = array_namespace(x)
-    if is_torch_array(x) and x.device.type == "cpu":
-        return xp.astype(xp.sqrt(xp.astype(x, xp.float64)), xp.float32)
-    return xp.sqrt(x)
 
 
 def _unless(condition: Any, old: Array, new: Array) -> Array:
@@ -192,6 +207,7 @@ def store_fp8(
     origin: Origin = (0, 0),
     shape: tuple[int, int] | None = None,
     materialize: Materialize = as_stored,
+    square_root: Callable[[Array], Array] = _square_root,
 ) -> tuple[Array, Array]:
     """Returns codes (uint8) and scales (float32) of a moment in FP8.
 
@@ -202,9 +218,10 @@ def store_fp8(
         origin: (row, column) of the first element in the unsharded matrix; the column must be on a block boundary.
         shape: (rows, columns) of the unsharded matrix; by default it ends where `moment` ends.
         materialize: see `layout.Materialize`.
+        square_root: see `Operations`.
     """
     xp = array_namespace(moment)
-    x = _square_root(moment) if second else moment
+    x = square_root(moment) if second else moment
     place = {"origin": origin, "shape": shape, "materialize": materialize}
     codes, scales, _ = numerics.quantize(x, MOMENT_FORMAT, key=key, nominal="float32", width=WIDE, **place)
     if second:

@@ -14,10 +14,11 @@ import jax.export
 import jax.numpy as jnp
 
 from blockfp.definition import adamw as formulas
-from blockfp.definition.adamw import Coefficients
+from blockfp.definition.adamw import Coefficients, Operations
 from blockfp.definition.rounding import Key
 
 from ..arrays.array import is_quantized, label_of
+from .ieee import ieee
 from .moments import Storage, check_whole
 from .optimizer import Optimizer, on_masters
 from .trees import check_alike
@@ -114,7 +115,7 @@ class Step(NamedTuple):
     decayed: Coefficients
     plain: Coefficients
     ahead: tuple[Any, Any] | None
-    unfused: Callable[[jax.Array], jax.Array]
+    operations: Operations
 
 
 @dataclass(frozen=True)
@@ -150,13 +151,13 @@ class AdamRule:
             return c, (-rate * factors[0], -rate * factors[1])
 
         c, ahead = rounded_once(constants, done + 1, rate, decay, self.b1, self.b2)
-        return Step(done + 1, c, c._replace(decay=1.0, l2=0.0), ahead, unfusing(done))
+        return Step(done + 1, c, c._replace(decay=1.0, l2=0.0), ahead, ieee(done))
 
     def take(self, step: Step, keys: Any, decayed: bool, weight, first, second, gradient) -> tuple[Any, Any, Any, Any]:
         """Returns (weight, whether it is unchanged, first moment, second moment) of a leaf."""
         first, second = self.storage.load(first, second=False), self.storage.load(second, second=True)
         c = step.decayed if decayed else step.plain
-        options = {"ahead": step.ahead, "eps_root": self.eps_root, "unfused": step.unfused}
+        options = {"ahead": step.ahead, "eps_root": self.eps_root, "operations": step.operations}
         moved, first, second = formulas.update(weight, first, second, gradient, c, **options)
         first, second = self.storage.store(first, keys[0], second=False), self.storage.store(second, keys[1], second=True)
         return moved, formulas.stands_still(c), first, second
@@ -218,24 +219,6 @@ def bools_of(name: str, mask: Any, weights: Any) -> list[bool]:
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     return jax.tree.leaves(jax.tree.map(lambda chosen, part: jax.tree.map(lambda _: bool(chosen), part), mask, weights))
-
-
-def unfusing(done: jax.Array) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function that keeps XLA from fusing a product and a sum, whose result would be rounded once instead of twice.
-
-    It joins the product's bits with a 0 that XLA can't foresee: the sign of the number of steps.
-    """
-    return lambda product: _joined(product, done >> 31)
-
-
-@jax.custom_jvp
-def _joined(x: jax.Array, zero: jax.Array) -> jax.Array:
-    return (x.view(jnp.int32) | zero).view(jnp.float32)
-
-
-@_joined.defjvp
-def _joined_jvp(primals, tangents):
-    return _joined(*primals), tangents[0]
 
 
 def check_setting(name: str, value: Any, below: float = math.inf) -> None:

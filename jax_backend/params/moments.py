@@ -21,6 +21,7 @@ from blockfp.definition.rounding import Key, key_words
 from ..arrays.array import QuantizedArray, is_quantized
 from ..implementations import explicit
 from ..implementations.xla import materialize
+from .ieee import square_root
 
 
 class Storage(NamedTuple):
@@ -95,7 +96,9 @@ class Storage(NamedTuple):
 # Traced once for each shape.
 _round_to_bfloat16 = jax.jit(adamw.round_to_bfloat16, inline=True)
 _load_fp8 = jax.jit(adamw.load_fp8, static_argnames="second", inline=True)
-_store_fp8 = jax.jit(partial(adamw.store_fp8, materialize=materialize), static_argnames="second", inline=True)
+_store_fp8 = jax.jit(
+    partial(adamw.store_fp8, materialize=materialize, square_root=square_root), static_argnames="second", inline=True
+)
 
 
 def _wrapped(codes: jax.Array, scales: jax.Array) -> QuantizedArray:

@@ -15,7 +15,8 @@ from blockfp.definition.muon import Settings
 from blockfp.definition.rounding import Key
 
 from ..implementations import explicit
-from .adam import AdamRule, AdamState, Schedule, Setting, at_step, bools_of, check_setting, rounded_once, take_all, unfusing
+from .adam import AdamRule, AdamState, Schedule, Setting, at_step, bools_of, check_setting, rounded_once, take_all
+from .ieee import ieee
 from .moments import Storage, check_whole
 from .optimizer import Optimizer, on_masters
 
@@ -97,7 +98,7 @@ def muon(
         del extra
         begun, decayed = of_adam.begin(inner.step), bools_of("weight_decay_mask", weight_decay_mask, weights)
         kinds = list(zip(_chosen(matrices, weights), decayed, strict=True))
-        rate, decay, unfused = at_step(learning_rate, inner.step), at_step(weight_decay, inner.step), unfusing(inner.step)
+        rate, decay, operations = at_step(learning_rate, inner.step), at_step(weight_decay, inner.step), ieee(inner.step)
         blend = partial(formulas.blend, nesterov=nesterov, bias_correction=bias_correction)
         factors = rounded_once(blend, begun.number, beta)
 
@@ -107,12 +108,12 @@ def muon(
                 return of_adam.take(begun, keys, True, weight, first, second, gradient)
             zero = jnp.zeros_like(weight)
             c = definition.momentum_coefficients(settings)
-            momentum, _, _ = formulas.update(zero, storage.load(first, second=False), zero, gradient, c, unfused=unfused)
+            momentum, _, _ = formulas.update(zero, storage.load(first, second=False), zero, gradient, c, operations=operations)
             direction = _orthogonal(definition.blended(momentum, gradient, factors), settings)
             rows, columns = weight.shape[-2:]
             ratio = definition.ratio(rows, columns, consistent_rms)
             c = rounded_once(partial(definition.coefficients, ratio=ratio), rate, decay if decayed else 0.0)
-            moved, _, _ = formulas.update(weight, zero, zero, direction, c, unfused=unfused)
+            moved, _, _ = formulas.update(weight, zero, zero, direction, c, operations=operations)
             return moved, jnp.asarray(formulas.stands_still(c)), storage.store(momentum, keys[0], second=False), None
 
         return take_all(take, storage, kinds, gradients, inner, weights)

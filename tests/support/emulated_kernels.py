@@ -120,7 +120,9 @@ def quantize(
     eps = float_of(eps_bits)
     # x's own, or that of an update whose master x is.
     nominal = next(
-        name for name in (bits.dtype_name(x), *calls.DTYPE_NUMBERS) if calls.largest_multiplier(format, eps, name) == largest_bits
+        name
+        for name in (bits.dtype_name(x), *calls.DTYPE_NUMBERS)
+        if calls.largest_multiplier(format, eps, name) == largest_bits
     )
     assert not mark or format.has_tensor_scale or recorded is not None
     words = amax_bits(x)

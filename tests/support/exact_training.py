@@ -2,7 +2,7 @@
 
 Products of weights are blockfp's layers, and the optimizers are blockfp's. All else is elementwise multiplication, addition,
 one square root and one division, each rounded by IEEE 754. Sums over an axis add halves (`_added`), and axes are repeated by
-doubling (`_repeated`), so that the sums in their derivatives have one order too.
+doubling (`_repeated`), so that the sums in their derivatives have one order too. So a CPU and a Hopper GPU have the same bits.
 
 Kept out: softmax (the attention's weights are squared ReLUs, for no two libraries have one exp), the derivative of a norm's
 factor, and the loss, of which only y's gradient is made.
@@ -43,15 +43,14 @@ def _repeated(cat, x, axis, times):
 
 
 def forward(library, linear, x, blocks=BLOCKS):
-    """y of x, both [tokens, width]; `library` has cat, where, sqrt and stopped, `linear` multiplies by a named weight."""
+    """y of x, both [tokens, width]; `library` has cat, where and factor, `linear` multiplies by a named weight."""
     cat = library.cat
 
     def norm(x):
         # One use of x outside, for sums of more than two gradients have an order.
         x = x * 1.0
         mean = _added(x * x, 1) * (1.0 / WIDTH)
-        factor = library.stopped(1.0 / library.sqrt(mean + 1e-6))
-        return x * _repeated(cat, factor, 1, WIDTH)
+        return x * _repeated(cat, library.factor(mean + 1e-6), 1, WIDTH)
 
     def squared_relu(x):
         x = library.where(x > 0, x, x * 0.0)
@@ -73,7 +72,7 @@ def forward(library, linear, x, blocks=BLOCKS):
     return x
 
 
-def in_torch(recipe, steps, blocks=BLOCKS):
+def in_torch(recipe, steps, blocks=BLOCKS, device="cpu"):
     """Yields y, the weights' gradients, and their codes, scales and masters, after each step."""
     import torch
 
@@ -81,28 +80,28 @@ def in_torch(recipe, steps, blocks=BLOCKS):
 
     class Library:
         cat, where = staticmethod(torch.cat), staticmethod(torch.where)
-        stopped = staticmethod(torch.Tensor.detach)
 
         @staticmethod
-        def sqrt(x):
-            # torch rounds one in six float32 roots otherwise than IEEE 754.
-            return x.detach().double().sqrt().float()
+        def factor(x):
+            # torch rounds one in six float32 roots otherwise than IEEE 754, and on a GPU numbers divided by a tensor.
+            root = x.detach().double().sqrt().float()
+            return torch.ones_like(root) / root
 
     layers = {}
     for name, w in weights(blocks).items():
-        layers[name] = bfp.Linear(w.shape[1], w.shape[0], bias=False, recipe=recipe, dtype=torch.float32)
+        layers[name] = bfp.Linear(w.shape[1], w.shape[0], bias=False, recipe=recipe, dtype=torch.float32, device=device)
         layers[name].load_state_dict({"weight": torch.from_numpy(w)}, strict=False)
     optimizer = bfp.AdamW([layer.weight for layer in layers.values()], lr=1e-3, weight_decay=0.01)
     for step in range(steps):
-        x, wanted = map(torch.from_numpy, batch(step))
+        x, wanted = (torch.from_numpy(each).to(device) for each in batch(step))
         y = forward(Library, lambda x, name: layers[name](x), x, blocks)
         y.backward((y.detach() - wanted) * (2.0 / TOKENS / WIDTH))
-        gradients = {name: layer.weight.grad.numpy().copy() for name, layer in layers.items()}
+        gradients = {name: layer.weight.grad.numpy(force=True).copy() for name, layer in layers.items()}
         optimizer.step()
         optimizer.zero_grad()
         of = {name: (w := layer.weight, optimizer.state[w]["master"]) for name, layer in layers.items()}
-        parts = {name: [x.numpy().copy() for x in (w.codes, w.scales, master)] for name, (w, master) in of.items()}
-        yield y.detach().numpy(), gradients, parts
+        parts = {name: [x.numpy(force=True).copy() for x in (w.codes, w.scales, master)] for name, (w, master) in of.items()}
+        yield y.numpy(force=True), gradients, parts
 
 
 def in_jax(recipe, steps, blocks=BLOCKS):
@@ -113,8 +112,15 @@ def in_jax(recipe, steps, blocks=BLOCKS):
     import blockfp.jax as bfp
 
     class Library:
-        where, sqrt, stopped = staticmethod(jnp.where), staticmethod(jnp.sqrt), staticmethod(jax.lax.stop_gradient)
-        cat = staticmethod(jnp.concatenate)
+        where, cat = staticmethod(jnp.where), staticmethod(jnp.concatenate)
+
+        @staticmethod
+        @jax.custom_jvp
+        def factor(x):
+            # Not by XLA, whose GPU divides otherwise than IEEE 754.
+            return jnp.asarray(np.float32(1) / np.sqrt(np.asarray(x)))
+
+    Library.factor.defjvp(lambda x, d: (Library.factor(*x), jnp.zeros_like(x[0])))
 
     first = {name: jnp.asarray(w) for name, w in weights(blocks).items()}
     params = bfp.quantize_params(first, recipe)
@@ -135,24 +141,32 @@ def in_jax(recipe, steps, blocks=BLOCKS):
         yield np.asarray(y), {name: np.asarray(g) for name, g in gradients.items()}, parts
 
 
-def first_difference(recipe, steps, blocks=BLOCKS, in_jax_by=None):
-    """Returns where JAX and PyTorch first differ, "" where they never do, and the steps that were taken.
+def first_difference(recipe, steps, blocks=BLOCKS, *others):
+    """Returns where other runs first differ from PyTorch's on a CPU, "" where they never do, and the steps that were taken.
 
-    JAX trains by another recipe if `in_jax_by` is given.
+    `others` are iterators such as `in_jax(recipe, steps, blocks)` makes, by default that one.
     """
-    runs = in_torch(recipe, steps, blocks), in_jax(in_jax_by or recipe, steps, blocks)
-    for step, both in enumerate(zip(*runs, strict=True)):
-        (y, gradients, parts), (other_y, other_gradients, other_parts) = both
-        if count := _differing(y, other_y):
-            return f"step {step}: y, {count} elements", step
-        for name in gradients:
-            if count := _differing(gradients[name], other_gradients[name]):
-                return f"step {step}: the gradient of {name}, {count} elements", step
-        for name in parts:
-            for part, other, what in zip(parts[name], other_parts[name], ("codes", "scales", "masters"), strict=True):
-                if count := _differing(part, other):
-                    return f"step {step}: {what} of {name} after the update, {count} elements", step
+    others = others or (in_jax(recipe, steps, blocks),)
+    for step, runs in enumerate(zip(in_torch(recipe, steps, blocks), *others, strict=True)):
+        for other in runs[1:]:
+            if found := _difference(runs[0], other):
+                return f"step {step}: {found}", step
     return "", steps
+
+
+def _difference(one, other):
+    """Returns what differs after a step, "" if nothing does."""
+    (y, gradients, parts), (other_y, other_gradients, other_parts) = one, other
+    if count := _differing(y, other_y):
+        return f"y, {count} elements"
+    for name in gradients:
+        if count := _differing(gradients[name], other_gradients[name]):
+            return f"the gradient of {name}, {count} elements"
+    for name in parts:
+        for part, other, what in zip(parts[name], other_parts[name], ("codes", "scales", "masters"), strict=True):
+            if count := _differing(part, other):
+                return f"{what} of {name} after the update, {count} elements"
+    return ""
 
 
 def _differing(a, b):
