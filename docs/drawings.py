@@ -394,7 +394,7 @@ def drawings() -> dict[str, Drawing]:
         ),
         "choose.svg": choices(result("evidence-124m-h200-2026-11-23.json")),
         "scale.svg": scale(result("scale-2026-11-22.json")),
-        "training-step.svg": step_times(result("fsdp2-transformer-2x16384-2026-11-21.json")),
+        "training-step.svg": step_times(result("fsdp2-transformer-2x16384-2026-11-27.json")),
     }
 
 

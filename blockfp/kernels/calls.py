@@ -36,7 +36,7 @@ STORED_T = ("stored_t", "stored_scales_t")
 SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "amax": (("out",), ()),
     "amax_blocks": (("blocks", "nan", "tensor"), (*_FORMAT, "row", "column")),
-    "quantize": (("amax", "key", "recorded", *PARTS, *PARTS_T), (*_FORMAT, *_LIMITS, "mark", *_PLACE)),
+    "quantize": (("key", "amax", "recorded", *PARTS, *PARTS_T), (*_FORMAT, *_LIMITS, "mark", *_PLACE)),
     "quantize_gated": (("amax", "recorded", *PARTS, *PARTS_T), ("activation", *_FORMAT, *_LIMITS)),
     "quantize_groups": (
         ("keys", "amax", "recorded", "overflows", *PARTS, *PARTS_T),

@@ -130,10 +130,8 @@ def _quantize(
 ) -> tuple[Quantized | None, Quantized | None]:
     if amax is not None and amax.dtype == jnp.float32:
         cast, amax = cast._replace(given="multiplier"), amax.reshape(1)
-    elif cast.measures:
-        # The kernel would write it into what it is given, which XLA's arrays are not for.
-        amax = _tensor_amax(x, rotate=cast.rotate) if amax is None else amax.reshape(2 if cast.rotate else 1)
-        cast = cast._replace(given="amax")
+    elif amax is not None:
+        cast, amax = cast._replace(given="amax"), amax.reshape(2 if cast.rotates else 1)
     call = calls.quantize(x.shape, nominal or bits.dtype_name(x), cast, mark=mark)
     found = _carry_out(call, x, amax=amax, key=key)
     return _parts(found, cast.row), _parts(found, cast.column, PARTS_T)

@@ -7,7 +7,7 @@
 //       amax: int32 [1]; history: float32 [n], whose first entry is raised to it unless it is Inf.
 //   amax_blocks(x, blocks, nan?, tensor?, FORMAT, row, column)
 //       blocks, nan: int32, one per block; tensor: int32 [1].
-//   quantize(x, amax?, key?, recorded?, codes?, scales?, tensor_scale?, codes_t?, scales_t?, tensor_scale_t?, FORMAT,
+//   quantize(x, key?, amax?, recorded?, codes?, scales?, tensor_scale?, codes_t?, scales_t?, tensor_scale_t?, FORMAT,
 //            measure, eps_bits, largest_bits, rotate_t, mark, row, column, rows, columns)
 //       codes, scales: along the rows of x. codes_t, scales_t: of x transposed. Either, or both from one read.
 //       amax: of the tensor, for formats with one scale per tensor or two levels: int32 bits; with `measure` it is computed first, in
@@ -102,7 +102,7 @@ void amax_blocks(TensorView x, TensorView blocks, MaybeTensor nan, MaybeTensor t
   on.done(launch_amax_blocks({m, f, w, data_of<int32_t>(blocks), data_of<int32_t>(nan), data_of<int32_t>(tensor)}, on.stream));
 }
 
-void quantize(TensorView x, MaybeTensor amax, MaybeTensor key, MaybeTensor recorded, MaybeTensor codes, MaybeTensor scales,
+void quantize(TensorView x, MaybeTensor key, MaybeTensor amax, MaybeTensor recorded, MaybeTensor codes, MaybeTensor scales,
               MaybeTensor tensor_scale, MaybeTensor codes_t, MaybeTensor scales_t, MaybeTensor tensor_scale_t, int64_t element,
               int64_t block_rows, int64_t block_columns, int64_t rule, bool measure, int64_t eps_bits, int64_t largest_bits,
               bool rotate_t, bool mark, int64_t row, int64_t column, int64_t rows, int64_t columns) {

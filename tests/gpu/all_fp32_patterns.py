@@ -36,8 +36,8 @@ def main():
                     codes, scales = torch.empty(x.shape, dtype=torch.uint8, device="cuda"), torch.empty((1, 1), device="cuda")
                     cuda_library.library().quantize(
                         x,
-                        one,
                         None,
+                        one,
                         None,
                         codes,
                         scales,

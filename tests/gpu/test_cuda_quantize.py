@@ -277,7 +277,7 @@ def test_nothing_else_is_written(format):
             tensor_scales = [torch.zeros((), device="cuda") if format.scale.two_level else None for _ in range(2)]
             per_tensor = format.has_tensor_scale
             cuda_library.library().quantize(
-                to_gpu(x), amax if per_tensor else None, None, None, *inner[:2], tensor_scales[0], *inner[2:], tensor_scales[1],
+                to_gpu(x), None, amax if per_tensor else None, None, *inner[:2], tensor_scales[0], *inner[2:], tensor_scales[1],
                 *format_numbers(format), per_tensor, 0, 0x7F7F0000, False, False, 0, 0, 0, 0,
             )  # fmt: skip
             for b, n in zip(buffers, sizes, strict=True):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from blockfp.jax_backend.params import ieee
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from same_trees import assert_same_tree
@@ -53,6 +54,22 @@ def stepped(optimizer, params, steps=range(4), state=None):
 def parts_of(moment):
     """A stored moment as NumPy arrays: codes and scales, or values."""
     return [np.asarray(part) for part in jax.tree.leaves(moment)]
+
+
+def test_a_gpu_divides_and_takes_roots_in_float64():
+    """XLA's own are inexact there."""
+    function = jax.jit(lambda a, b, done: (ieee.ieee(done).divide(a, b), ieee.square_root(a)))
+    x = jnp.ones(8)
+    for platform, exact in (("cuda", True), ("cpu", False)):
+        text = function.trace(x, x, jnp.int32(1)).lower(lowering_platforms=(platform,)).as_text()
+        assert ("stablehlo.divide" in text) and ("xf64>" in text) == exact
+
+
+def test_derivatives_of_exact_operations():
+    done, x = jnp.int32(1), jnp.array([0.5, 3.0])
+    ratio = jax.grad(lambda x: ieee.ieee(done).divide(x * x, x + 1).sum())(x)
+    np.testing.assert_allclose(ratio, (x * x + 2 * x) / (x + 1) ** 2, rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(lambda x: ieee.square_root(x).sum())(x), 0.5 / np.sqrt(x), rtol=1e-6)
 
 
 @pytest.mark.optimized

@@ -113,7 +113,7 @@ def amax_blocks(x, blocks, nan, tensor, element, block_rows, block_columns, rule
 
 
 def quantize(
-    x, amax, key, recorded, codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t, element, block_rows, block_columns,
+    x, key, amax, recorded, codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t, element, block_rows, block_columns,
     rule, measure, eps_bits, largest_bits, rotate_t, mark, row, column, rows, columns,
 ):  # fmt: skip
     format = BY_NUMBERS[element, block_rows, block_columns, rule]
@@ -256,7 +256,7 @@ def quantize_aligned(
 def _made(made, amax, recorded, codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t, numbers):
     *format, measure, eps_bits, largest_bits, rotate_t = numbers
     parts = (codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t)
-    quantize(made, amax, None, recorded, *parts, *format, measure, eps_bits, largest_bits, rotate_t, True, 0, 0, 0, 0)
+    quantize(made, None, amax, recorded, *parts, *format, measure, eps_bits, largest_bits, rotate_t, True, 0, 0, 0, 0)
 
 
 _ACTIVATIONS = {row.number: name for name, row in ROWS.items()}

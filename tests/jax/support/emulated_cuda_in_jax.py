@@ -17,7 +17,7 @@ from blockfp.kernels import switch
 
 _FUNCTIONS = {each.__name__: each for each in (*emulated_kernels.FUNCTIONS, *emulated_groups.FUNCTIONS)}
 _MAY_BE_ABSENT = {
-    "quantize": ("amax", "key", "recorded", "codes", "scales", "tensor_scale", "codes_t", "scales_t", "tensor_scale_t"),
+    "quantize": ("key", "amax", "recorded", "codes", "scales", "tensor_scale", "codes_t", "scales_t", "tensor_scale_t"),
     "quantize_aligned": ("codes", "scales", "codes_t", "scales_t", "stored_t", "stored_scales_t"),
     "quantize_gated_aligned": ("up", "codes", "scales", "codes_t", "scales_t"),
     "dequantize": ("tensor_scale",),

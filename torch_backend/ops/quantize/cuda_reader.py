@@ -47,7 +47,7 @@ def reader(x: Tensor, cast: OperandCast, *, one_scale: bool = False, function: s
         if array is None and place >= first_part:
             dropped.append(place)
     dropped.reverse()
-    told = None
+    told, given_at = None, 0 if given is None else names.index("amax")
     if given == "multiplier":
         told = names.index("recorded")
     elif of_made and cast.format.per_tensor:
@@ -63,9 +63,9 @@ def reader(x: Tensor, cast: OperandCast, *, one_scale: bool = False, function: s
             known = amax if multiplier is None else multiplier
             if known is not None and known.device != device:
                 check_beside(x[0] if of_made else x, "x", **{given: known})
-            arrays[0] = known
+            arrays[given_at] = known
         if keyed:
-            arrays[1] = keys
+            arrays[0] = keys
         if one_scale:
             arrays[7] = arrays[4]
         if of_made:
