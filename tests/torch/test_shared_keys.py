@@ -1,7 +1,7 @@
 """Ranks of FSDP2 that drew different random keys: all take the first rank's before a bit of it is drawn, and save it."""
 
 import itertools
-import warnings
+import math
 from unittest import mock
 
 import pytest
@@ -20,12 +20,13 @@ import blockfp.torch as bfp
 from blockfp import recipes
 from blockfp.recipes import Cast
 
-# Axes of a mesh of twos (all ranks, for "fsdp"), and those that `fully_shard` gets.
+# Axes of a mesh, their sizes (of one, all ranks), and the axes that `fully_shard` gets.
 MESHES = {
-    "fsdp": (("shards",), ("shards",)),
-    "hsdp": (("replicas", "shards"), ("replicas", "shards")),
-    "tp": (("dp", "tp"), ("dp",)),
-    "tp before": (("tp", "dp"), ("dp",)),
+    "fsdp": (("shards",), None, ("shards",)),
+    "hsdp": (("replicas", "shards"), (2, 2), ("replicas", "shards")),
+    "replicas": (("replicas", "shards"), (2, 1), ("replicas", "shards")),
+    "tp": (("dp", "tp"), (2, 2), ("dp",)),
+    "tp before": (("tp", "dp"), (2, 2), ("dp",)),
 }
 
 
@@ -46,8 +47,8 @@ def model_of(rank, weights="quantized", recipe="nvfp4"):
 
 
 def shard(model, kind="fsdp"):
-    axes, given = MESHES[kind]
-    mesh = init_device_mesh("cpu", (dist.get_world_size() if kind == "fsdp" else 2,) * len(axes), mesh_dim_names=axes)
+    axes, sizes, given = MESHES[kind]
+    mesh = init_device_mesh("cpu", sizes or (dist.get_world_size(),), mesh_dim_names=axes)
     if "tp" in axes:
         bfp.parallelize(model, mesh["tp"], {"0": "column", "1": "row"})
     for layer in model:
@@ -83,7 +84,7 @@ def after_a_forward(rank, kind, weights):
 @pytest.mark.parametrize("weights", ["quantized", "high_precision"])
 @pytest.mark.parametrize("kind", MESHES)
 def test_the_first_gather_gives_all_ranks_the_first_ones_keys(kind, weights):
-    world = 2 ** len(MESHES[kind][0])
+    world = math.prod(MESHES[kind][1] or (2,))
     assert threaded.run(world, after_a_forward, kind, weights) == [drawn(0)] * world
 
 
@@ -246,9 +247,7 @@ def test_a_checkpoint_before_the_first_step_has_the_first_ranks_keys(recipe, tmp
 
     def rank_main(rank):
         model = shard(model_of(rank, recipe=recipe))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            bfp.save_checkpoint(tmp_path, model, step=0)
+        bfp.save_checkpoint(tmp_path, model, step=0)
         saved = keys_of(model)
         step(model, rank)
         return saved, keys_of(model)
@@ -257,3 +256,16 @@ def test_a_checkpoint_before_the_first_step_has_the_first_ranks_keys(recipe, tmp
     alone = model_of(5, recipe=recipe)
     bfp.load_checkpoint(tmp_path, alone)
     assert keys_of(alone) == drawn(0)
+
+
+def test_a_checkpoint_of_some_ranks_does_not_wait_for_others(tmp_path):
+    """One replica saves before the first step, and warns, as the other one isn't there to share a key."""
+
+    def rank_main(rank):
+        model = shard(model_of(rank), "hsdp")
+        if rank < 2:
+            bfp.save_checkpoint(tmp_path, model, step=0, process_group=model[0].weight.device_mesh.get_group("shards"))
+
+    *savers, third, fourth = threaded.errors(4, rank_main)
+    assert all("0.rng_key is" in str(error) and "a checkpoint keeps one" in str(error) for error in savers), savers
+    assert third is fourth is None
