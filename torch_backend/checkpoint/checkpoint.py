@@ -66,6 +66,9 @@ def save_checkpoint(
     The folder gets its name only when the checkpoint is complete on disk; a run that dies earlier leaves previous checkpoints
     intact. Every rank must call it, on a shared file system.
 
+    Before FSDP2's first gather, all ranks together also give layers the random keys that it would give them. Ranks whose keys
+    differ nevertheless warn, as a checkpoint keeps one.
+
     Args:
         folder: the run's folder.
         model: any module; quantized weights are saved as codes and scales (`state_dict`).
