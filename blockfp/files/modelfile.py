@@ -90,6 +90,11 @@ class Tensor:
             return f"{len(self.shape)} axis" if len(self.shape) else "a scalar"
         return None
 
+    @property
+    def unchecked(self) -> str | None:
+        """The reason why `blockfp check` has nothing of it to compare, or None."""
+        return self.skipped or (None if self.elements else "no elements")
+
 
 @dataclass(frozen=True)
 class Model:
