@@ -203,6 +203,31 @@ def test_state_dicts_resume_to_the_bit(titan, values):
         assert differing == []
 
 
+def loaded(rank, titan, values):
+    """State dicts hold all codes of query, key and value in one piece, or three matrices of values; both load again."""
+    layer, other = "layers.1.attention.qkv_linear.", {name: 2 * value for name, value in values.items()}
+    whole = values[layer + "wqkv.weight"]
+    for weights, names in (("quantized", ["wqkv.weight"]), ("high_precision", ["wk.weight", "wq.weight", "wv.weight"])):
+        left, right = (
+            filled(parallel(titan, "llama", 1, 1, recipe="fp8_current", weights=weights), of) for of in (values, other)
+        )
+        state = {key: value.clone() for key, value in left.state_dict().items()}
+        assert sorted(key.removeprefix(layer) for key in state if key.startswith(layer) and key.endswith("weight")) == names
+        if weights == "quantized":
+            found = bfp.high_precision_state_dict(left)[layer + "wqkv.weight"]
+            assert torch.equal(found, bfp.quantize(whole, "fp8_e4m3").dequantize())
+        else:
+            heads = [state[f"{layer}w{one}.weight"].full_tensor().view(16, -1, 256) for one in "qkv"]
+            assert torch.equal(torch.cat(heads, 1).view(whole.shape), whole)
+        right.load_state_dict(state)
+        for key, value in right.state_dict().items():
+            assert torch.equal(*(getattr(one, "_local_tensor", one) for one in (value, state[key]))), key
+
+
+def test_query_key_and_value_are_saved_whole_or_as_values(titan, values):
+    threaded.run(2, loaded, titan, values["llama"])
+
+
 def built(titan, recipe):
     return made(config_of(titan, "llama", recipe))
 
