@@ -241,9 +241,8 @@ def _print_verdict(findings: Findings, shown: int = 20) -> None:
     names = ", ".join(backend.name for backend in findings.backends)
     what = f"{counted(tensors, 'tensor')} in {counted(len(findings.formats), 'format')} through {names}"
     if findings.empty:
-        say(
-            f"{what}: nothing to check; tensors must be float32, float16 or bfloat16, with elements and two or more axes", "red"
-        )
+        wanted = "tensors must be float32, float16 or bfloat16, with elements and two or more axes"
+        say(f"{what}: nothing to check; {wanted}; --source checks quantized models", "red")
     elif differences:
         say(f"{what}: bits differ", "red")
     elif len(findings.backends) == 1:
