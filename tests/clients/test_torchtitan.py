@@ -228,6 +228,39 @@ def test_query_key_and_value_are_saved_whole_or_as_values(titan, values):
     threaded.run(2, loaded, titan, values["llama"])
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_from_and_to_hugging_face(titan, tmp_path, monkeypatch):
+    from command import run
+    from safetensors.torch import load_file, save_file
+
+    monkeypatch.chdir(tmp_path)
+    plain = titan.llama[0].model_registry("debugmodel")
+    model = plain.model.build()
+    with torch.no_grad():
+        model.init_states()
+    hf = plain.state_dict_adapter(plain.model, None).to_hf(model.state_dict())
+    save_file(hf, "pretrained.safetensors")
+    converters = [titan.adapter.BlockfpConverter.Config(recipe="fp8_current")]
+    spec = titan.llama[0].model_registry("debugmodel", converters=converters)
+    adapter = run_documented("torchtitan: from Hugging Face", spec=spec)["adapter"]
+    exported = run("export", "seed", "values.safetensors", "--prefix", "", "--to", "high-precision")
+    assert exported.exit_code == 0, exported.output
+    run_documented("torchtitan: to Hugging Face", adapter=adapter)
+    found = load_file("model.safetensors")
+    assert found.keys() == hf.keys()
+    for name, value in hf.items():
+        *path, layer, _ = name.split(".")
+        # One scale of the tensor: that of the three matrices together.
+        three = (
+            [hf[".".join((*path, one, "weight"))] for one in ("q_proj", "k_proj", "v_proj")]
+            if layer in "q_proj k_proj v_proj"
+            else []
+        )
+        scale = bfp.quantize(torch.cat(three or [value]), "fp8_e4m3").scales if "proj" in layer else None
+        expected = value if scale is None else (value / scale).to(torch.float8_e4m3fn).float() * scale
+        assert torch.equal(found[name], expected), name
+
+
 def built(titan, recipe):
     return made(config_of(titan, "llama", recipe))
 
