@@ -305,9 +305,10 @@ def fsdp_name(param: Any) -> str:
     return getattr(param, "_param_fqn", None) or param._module_info.param_name
 
 
-def fsdp_place(param: Any) -> tuple[nn.Module, str]:
-    """Returns a record's module and the parameter's name in it."""
-    return param._module_info.module, param._module_info.param_name
+def fsdp_places(param: Any) -> list[tuple[nn.Module, str]]:
+    """Returns a record's module and the parameter's name in it, and those of other modules that share the parameter."""
+    info = param._module_info
+    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
 
 
 def fsdp_params(module: Any) -> list[list[Any]]:

@@ -36,9 +36,11 @@ class Comparison:
 
     Attributes:
         compared: per format, the number of tensors that both reports have.
-        differences: one line per tensor, or tensor and format, that differs or is in one report only.
+        differences: one line per tensor, or tensor and format, that differs or is in one report only, and per report whose own
+            backends differed.
         differing: per format, the number of tensors whose casts differ.
         products: per format, the numbers of tensors whose products both reports have, and whose products differ.
+        unlike_sums: tensors and formats whose products both reports have, but by different summations.
         remarks: other differences, such as versions, one sentence each.
     """
 
@@ -46,11 +48,12 @@ class Comparison:
     differences: list[str] = field(default_factory=list)
     differing: dict[str, int] = field(default_factory=dict)
     products: dict[str, tuple[int, int]] = field(default_factory=dict)
+    unlike_sums: int = 0
     remarks: list[str] = field(default_factory=list)
 
     @property
     def equal(self) -> bool:
-        """Whether both have the same tensors in the same formats, with equal bits."""
+        """Whether both have the same tensors in the same formats, with equal bits, also among each report's backends."""
         return not self.differences
 
 
@@ -78,18 +81,19 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
         values = [fact.get(name, "not there") for fact in facts]
         if values[0] != values[1]:
             found.remarks.append(f"A and B differ in {name}: {values[0]} and {values[1]}")
-    found.remarks += [
+    found.differences += [
         f"bits differed among the backends of {which}; the first one's are compared"
         for which, r in zip("AB", (a, b), strict=True)
         if not r["identical"]
     ]
     tensors = [_tensors(report) for report in (a, b)]
-    unlike_sums: dict[str, int] = {}
+    unlike_sums: dict[tuple[str | None, str | None], int] = {}
     for name in dict.fromkeys([*tensors[0], *tensors[1]]):
         _compare_tensor(found, name, tensors[0].get(name), tensors[1].get(name), unlike_sums)
-    found.remarks += [
-        f"A and B differ in products: {said}; {number} not compared, counted per format" for said, number in unlike_sums.items()
-    ]
+    for (one, other), number in unlike_sums.items():
+        said = f"{one or 'none'} and {other or 'none'}"
+        found.remarks.append(f"A and B differ in products: {said}; {number} not compared, counted per format")
+        found.unlike_sums += number if one and other else 0
     return found
 
 
@@ -135,7 +139,9 @@ def _is_a(kind: type[T], value: Any) -> T:
     return value
 
 
-def _compare_tensor(found: Comparison, name: str, a: Any, b: Any, unlike_sums: dict[str, int]) -> None:
+def _compare_tensor(
+    found: Comparison, name: str, a: Any, b: Any, unlike_sums: dict[tuple[str | None, str | None], int]
+) -> None:
     """Compares a tensor of both reports; counts in `unlike_sums` the products that only one has, or in another summation."""
     if a is None or b is None:
         found.differences.append(f"{name}: only in {'A' if b is None else 'B'}")
@@ -155,10 +161,9 @@ def _compare_tensor(found: Comparison, name: str, a: Any, b: Any, unlike_sums: d
         found.compared[format] = found.compared.get(format, 0) + 1
         parts = [part for part in PARTS if hashes[0][part] != hashes[1][part]]
         found.differing[format] = found.differing.get(format, 0) + bool(parts)
-        sums = [each.get("summation") for each in hashes]
+        sums = hashes[0].get("summation"), hashes[1].get("summation")
         if sums[0] != sums[1]:
-            said = " and ".join(one or "none" for one in sums)
-            unlike_sums[said] = unlike_sums.get(said, 0) + 1
+            unlike_sums[sums] = unlike_sums.get(sums, 0) + 1
         elif sums[0] is not None:
             wrong = [part for part in OF_PRODUCTS if hashes[0][part] != hashes[1][part]]
             counts = found.products.get(format, (0, 0))

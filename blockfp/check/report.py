@@ -143,7 +143,7 @@ def to_json(findings: Findings, versions: Mapping[str, str]) -> dict[str, object
             }
             for tensor, checks in tensors
         ]
-        skipped = [{**_identity(tensor), "reason": tensor.skipped} for tensor in findings.skipped[path]]
+        skipped = [{**_identity(tensor), "reason": tensor.unchecked} for tensor in findings.skipped[path]]
         files.append({"path": str(path), "tensors": checked, "skipped": skipped})
     summary = [
         {

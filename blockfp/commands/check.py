@@ -172,7 +172,7 @@ def _pool(threads: int) -> Iterator[ThreadPoolExecutor]:
 
 def _run_checks(models: dict[Path, Model], findings: Findings, threads: int, summation: Summation | None) -> None:
     """Fills findings, with products of some tensors if there is a summation."""
-    tensors = sum(not tensor.skipped for model in models.values() for tensor in model.tensors)
+    tensors = sum(not tensor.unchecked for model in models.values() for tensor in model.tensors)
     total, multiplied = tensors * len(findings.formats), frozenset() if summation is None else chosen(tensors)
     numbers = itertools.count()
     # NumPy, XLA and the kernels release Python's lock, so formats of a tensor run in parallel.
@@ -189,9 +189,9 @@ def _run_checks(models: dict[Path, Model], findings: Findings, threads: int, sum
         task = bar.add_task("", total=total)
         for path, model in models.items():
             findings.files[path] = []
-            findings.skipped[path] = [tensor for tensor in model.tensors if tensor.skipped]
+            findings.skipped[path] = [tensor for tensor in model.tensors if tensor.unchecked]
             for tensor in model.tensors:
-                if tensor.skipped:
+                if tensor.unchecked:
                     continue
                 bar.update(task, description=escape(untrusted.printable(tensor.name)))
                 x = tensor.read()
@@ -221,7 +221,7 @@ def _print_skipped(findings: Findings, shown: int | None) -> None:
     for path, tensors in findings.skipped.items():
         reasons: dict[str, list[str]] = {}
         for tensor in tensors:
-            reasons.setdefault(tensor.skipped or "", []).append(tensor.name)
+            reasons.setdefault(tensor.unchecked or "", []).append(tensor.name)
         for reason, names in reasons.items():
             more = f" and {len(names[shown:])} more (--per-tensor lists them)" if shown and names[shown:] else ""
             say(f"skipped in {path.name or path}, {reason}: {', '.join(names[:shown])}{more}")
@@ -241,7 +241,8 @@ def _print_verdict(findings: Findings, shown: int = 20) -> None:
     names = ", ".join(backend.name for backend in findings.backends)
     what = f"{counted(tensors, 'tensor')} in {counted(len(findings.formats), 'format')} through {names}"
     if findings.empty:
-        say(f"{what}: nothing to check; tensors must be float32, float16 or bfloat16 with two or more axes", "red")
+        wanted = "tensors must be float32, float16 or bfloat16, with elements and two or more axes"
+        say(f"{what}: nothing to check; {wanted}; --source checks quantized models", "red")
     elif differences:
         say(f"{what}: bits differ", "red")
     elif len(findings.backends) == 1:
@@ -288,8 +289,14 @@ def _print_comparison(comparison: Comparison, shown: int = 20) -> int:
     if not comparison.compared:
         say("the reports have no tensor in common in any format", "red")
         return 2
-    say(f"{what}: {'all bits equal' if comparison.equal else 'reports differ'}", "green" if comparison.equal else "red")
-    return 0 if comparison.equal else 1
+    if not comparison.equal:
+        say(f"{what}: not all bits are equal", "red")
+        return 1
+    if comparison.unlike_sums and not comparison.products:
+        say(f"{what}: all casts equal, no products compared", "red")
+        return 2
+    say(f"{what}: all bits equal", "green")
+    return 0
 
 
 def _print_source(path: Path, source: Path) -> int:

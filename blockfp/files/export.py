@@ -55,6 +55,8 @@ def contents(checkpoint: Model, prefix: str | None = None) -> Contents:
     for name, marker in own.items():
         weight, separator, format = name.rpartition(FORMAT)
         if separator and marker.shape[:1] == (0,):
+            if weight in weights:
+                raise BadFile(checkpoint.path, f"names two formats of its codes, {weights[weight].format} and {format}", weight)
             weights[weight] = _weight(checkpoint, own, weight, format, marker)
             taken |= {name, *weights[weight].entries}
     left_out = [n for n in own if n not in taken and ((before + n).startswith(of_optimizers) or _only_training(n, own))]

@@ -90,6 +90,11 @@ class Tensor:
             return f"{len(self.shape)} axis" if len(self.shape) else "a scalar"
         return None
 
+    @property
+    def unchecked(self) -> str | None:
+        """The reason why `blockfp check` has nothing of it to compare, or None."""
+        return self.skipped or (None if self.elements else "no elements")
+
 
 @dataclass(frozen=True)
 class Model:
@@ -275,9 +280,13 @@ def _npy(path: Path, name: str, opened: _Opened, size: int) -> Tensor:
         if problem := _problem_with_shape(shape, dtype):
             raise BadFile(path, problem, name)
         nbytes = math.prod(shape) * dtype.itemsize
-        if header_size + nbytes > size:
-            there = size - header_size
+        there = size - header_size
+        if there < nbytes:
             raise BadFile(path, f"truncated: {dtype.name} of shape {shape} needs {nbytes} bytes, the file has {there}", name)
+        if there > nbytes:
+            raise BadFile(
+                path, f"has {there - nbytes} bytes after its array of shape {shape}; one array per file is read", name
+            )
 
     def read() -> np.ndarray:
         with as_bad_file(path, name):

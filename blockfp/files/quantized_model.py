@@ -174,6 +174,8 @@ def _of_state_dict(model: Model, tensors: dict[str, Tensor]) -> dict[str, Weight
     for entry, tensor in tensors.items():
         name, _, format = entry.rpartition(FORMAT)
         if format in NAMES and name in tensors and tensor.shape[:1] == (0,) and len(tensor.shape) > 2:
+            if name in weights:
+                raise BadFile(model.path, f"names two formats of its codes, {weights[name].format} and {format}", name)
             weight = weight_in(model.path, tensors, name, tensor.shape[1:], tensor.dtype, Format.parse(format))
             weights[name] = replace(weight, entries=(*weight.entries, entry))
     for name, tensor in tensors.items():

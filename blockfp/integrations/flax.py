@@ -57,10 +57,12 @@ def convert(
 
     Raises:
         TypeError: model is neither.
-        ValueError: the model has no such layer, or none that matches a mapping's pattern (for linen: at `init`); rngs are
-            missing; the recipe uses delayed scaling or a weight format without exact transpose; a layer contains adapters, or
-            is stacked along an axis other than the first.
+        ValueError: the model has no such layer, or none that matches a mapping's pattern (for linen: at `init`), or is
+            converted already; rngs are missing; the recipe uses delayed scaling or a weight format without exact transpose; a
+            layer contains adapters, or is stacked along an axis other than the first.
     """
+    if isinstance(model, Quantized):
+        raise ValueError(f"model is converted already, by {model.recipe}: convert model.module, by a mapping for two recipes")
     if isinstance(model, linen.Module):
         if rngs is not None:
             raise ValueError("rngs is for nnx models: a linen model takes rngs={'quantize': key} at apply")
@@ -121,7 +123,9 @@ def _check_found(recipe: Any, paths: list[str], chosen: Any, kind: str) -> None:
     if paths:
         recipes.check_paths(recipe, paths)
     if not chosen:
-        raise ValueError(f"model holds no {kind} to convert, or filter_fn and recipe exclude all of them")
+        raise ValueError(
+            f"model holds no {kind} to convert, or filter_fn and recipe exclude all of them; converted layers keep their recipe"
+        )
 
 
 class QuantizedLinear(nnx.Linear):
@@ -177,6 +181,11 @@ def _intercept(
     path = ".".join(layer.path)
     taken = filter_fn is None or patterns.path_first(filter_fn)(path, layer)
     found[path] = one = _recipe_of(path, recipe) if taken else None
+    held = layer.get_variable("params", "kernel")
+    held = held.value if isinstance(held, linen.Partitioned) else held
+    if is_quantized(held) and (one is None or one.weight.format is not held.format):
+        wanted = "the layer isn't converted" if one is None else f"recipe {one} wants {one.weight.format}"
+        raise ValueError(f"{path}: the kernel is in {held.format}, and {wanted}: convert the model as when the kernel was made")
     if one is None:
         return forward(*args, **options)
     if not layer.has_variable("params", "kernel"):

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import Shard
 from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.models.common.attention import FusedQKVLinear
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.model import ModelConfigConverter
@@ -17,6 +18,7 @@ from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import resolve_placements
 
 from blockfp import recipes
+from blockfp.files.names import SUFFIXES
 from blockfp.recipes import Recipe
 
 from ..torch_backend.conversion.convert import convert
@@ -64,8 +66,15 @@ class BlockfpConverter(ModelConfigConverter):
             if layer.param_init is not None:
                 values["param_init"] = {key: partial(init_, function=each) for key, each in layer.param_init.items()}
             new = _quantized(type(layer), recipe, self.config.weights)(**values)
-            parent.__setitem__(name, new) if isinstance(parent, list) else setattr(parent, name, new)
+            _put(parent, name, new)
+        for _, fused, parent, name in list(model_config.traverse(FusedQKVLinear.Config)):
+            values = {field.name: getattr(fused, field.name) for field in fields(fused)}  # pyright: ignore[reportArgumentType]
+            _put(parent, name, _unsplit(type(fused))(**values))
         return model_config
+
+
+def _put(parent: Any, name: Any, config: Any) -> None:
+    parent.__setitem__(name, config) if isinstance(parent, list) else setattr(parent, name, config)
 
 
 @cache
@@ -81,6 +90,26 @@ def _quantized(config_class: Any, recipe: Recipe, weights: Weights) -> Any:
             return layer
 
     return QuantizedConfig
+
+
+@cache
+def _unsplit(config_class: Any) -> Any:
+    @dataclass(kw_only=True, slots=True)
+    class Config(config_class):
+        pass
+
+    owner = config_class._owner
+    type(owner.__name__, (_Unsplit, owner), {"__module__": owner.__module__, "Config": Config})
+    return Config
+
+
+class _Unsplit:
+    """Keeps codes of query, key and value in one piece in state dicts, where torchtitan splits values."""
+
+    @staticmethod
+    def _split_qkv_on_save(module: Any, state_dict: Any, prefix: str, local_metadata: Any) -> None:
+        if f"{prefix}wqkv.weight{SUFFIXES['codes']}" not in state_dict:
+            FusedQKVLinear._split_qkv_on_save(module, state_dict, prefix, local_metadata)
 
 
 @cache

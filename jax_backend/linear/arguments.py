@@ -19,7 +19,7 @@ from ..arrays.array import QuantizedArray
 from ..implementations import explicit
 from ..implementations.carriers import carrier_of
 from ..implementations.jax_internals import without_tangents
-from ..params.params import dequantize_params, quantize_weight
+from ..params.params import check_format, dequantize_params, quantize_weight
 from .delayed import DelayedState
 from .layer_placement import LayerPlacement
 from .products import Matrix, check_order_on_device
@@ -104,11 +104,7 @@ def stored_weight(weight, recipe: Recipe) -> tuple[Matrix, jax.Array | None]:
     """
     format = recipe.weight.format
     if isinstance(weight, QuantizedArray):
-        if weight.format is not format:
-            raise ValueError(
-                f"weight is in {weight.format}, and recipe {recipe} wants {format or 'high precision'}: quantize it with "
-                "quantize_params and this recipe"
-            )
+        check_format(weight, recipe)
         return weight.without_carrier(), weight.carrier
     weight = weight if isinstance(weight, Tracer) else jnp.asarray(weight)
     carrier = carrier_of(weight) if isinstance(weight, Tracer) else None

@@ -15,9 +15,10 @@ from blockfp import patterns, recipes
 from blockfp.definition.rounding import Key, fold_in
 from blockfp.recipes import ByPath, Recipe, RecipeName
 
+from ..arrays.array import is_quantized
 from ..implementations import ops
 from ..implementations.carriers import Shares
-from ..params.params import Filter, is_matrix, none_taken
+from ..params.params import Filter, check_format, is_matrix, none_taken
 from ..params.trees import describe, map_with_path
 from . import delayed
 from .delayed import DelayedState, delayed_state
@@ -117,6 +118,8 @@ def init_state(
         axes = 2 + (path in grouped)
         if getattr(leaf, "ndim", 0) < axes:
             raise ValueError(f"a weight has {axes} or more axes, got {describe(leaf)}: leave it out by filter_fn")
+        if is_quantized(leaf):
+            check_format(leaf, chosen)
         stack = leaf.shape[:-axes]
         return _first(chosen, None if words is None else _folded(words, zlib.crc32(path.encode())), stack)
 

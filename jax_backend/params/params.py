@@ -37,7 +37,7 @@ def quantize_params(tree: Any, recipe: Recipe | RecipeName | ByPath, *, filter_f
     """Quantizes a tree's weights in a recipe's weight format.
 
     Weights are [..., out, in]; each matrix of a stack (for scan, or experts) is quantized separately. Use `filter_fn` to
-    exclude embeddings and other arrays that no quantized product reads. A weight that is quantized already stays as it is.
+    exclude embeddings and other arrays that no quantized product reads. A weight in the recipe's format stays as it is.
 
     Args:
         tree: parameters.
@@ -46,23 +46,26 @@ def quantize_params(tree: Any, recipe: Recipe | RecipeName | ByPath, *, filter_f
         filter_fn: selects the leaves to quantize, by path and leaf (`Filter`).
 
     Raises:
-        TypeError, ValueError: a leaf can't be quantized (the message names its path), `filter_fn` selects nothing, or a pattern
-            of the mapping matches no path (for a recipe: no path that `filter_fn` selects).
+        TypeError, ValueError: a leaf can't be quantized, or is in another recipe's format (the message names its path),
+            `filter_fn` selects nothing, or a pattern of the mapping matches no path (for a recipe: no path that `filter_fn`
+            selects).
 
     Example:
         >>> params = bfp.quantize_params(params, "mxfp8", filter_fn=lambda path, leaf: path.endswith("weight"))
     """
     asked: list[tuple[str, Any]] = []
-    map_with_path(lambda path, leaf: None if is_quantized(leaf) else asked.append((path, leaf)), tree)
+    map_with_path(lambda path, leaf: asked.append((path, leaf)), tree)
     answers = iter(patterns.select(filter_fn, asked))
     weights: list[str] = []
     others: list[str] = []
 
     def convert(path: str, leaf):
-        taken = is_quantized(leaf) or next(answers)
-        (weights if taken else others).append(path)
-        chosen = recipes.resolve(recipe, path) if taken and not is_quantized(leaf) else None
-        if chosen is None or chosen.weight.format is None:
+        taken, made = next(answers), is_quantized(leaf)
+        (weights if taken or made else others).append(path)
+        chosen = recipes.resolve(recipe, path) if taken else None
+        if made and chosen is not None:
+            check_format(leaf, chosen)
+        if made or chosen is None or chosen.weight.format is None:
             return leaf
         return with_derivative(quantize_weight(leaf, chosen.weight.format), leaf)
 
@@ -74,6 +77,15 @@ def quantize_params(tree: Any, recipe: Recipe | RecipeName | ByPath, *, filter_f
         # A pattern with None may match leaves that filter_fn excludes anyway.
         recipes.check_paths({pattern: one for pattern, one in recipe.items() if one is not None}, weights)
     return converted
+
+
+def check_format(weight: QuantizedArray, recipe: Recipe) -> None:
+    """Raises ValueError unless a quantized weight has the recipe's weight format."""
+    if weight.format is not recipe.weight.format:
+        raise ValueError(
+            f"weight is in {weight.format}, and recipe {recipe} wants {recipe.weight.format or 'high precision'}: take a "
+            "recipe of its format, or quantize its values, quantize_params(dequantize_params(params), recipe)"
+        )
 
 
 def none_taken(name: str, paths: Sequence[str]) -> ValueError:

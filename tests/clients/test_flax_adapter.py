@@ -265,6 +265,20 @@ def test_a_linen_model_in_which_nothing_is_found():
         convert(Linen(), "mxfp8", lambda path, layer: False).init(jax.random.key(0), X)
 
 
+def test_kernels_of_another_recipe_are_named():
+    model = convert(Linen(), "mxfp8")
+    variables = model.init(jax.random.key(0), X)
+    held = r"the kernel is in mxfp8_e4m3_32x32, and"
+    with pytest.raises(ValueError, match=rf"^up: {held} recipe fp8_block wants fp8_e4m3_128x128"):
+        convert(Linen(), "fp8_block").apply(variables, X)
+    with pytest.raises(ValueError, match=rf"^down: {held} the layer isn't converted"):
+        convert(Linen(), "mxfp8", lambda path, layer: path != "down").apply(variables, X)
+    with pytest.raises(ValueError, match=r"model is converted already, by mxfp8: convert model\.module"):
+        convert(model, "fp8_block")
+    with pytest.raises(ValueError, match=r"converted layers keep their recipe"):
+        convert(convert(Nnx(nnx.Rngs(0)), "mxfp8"), "fp8_block")
+
+
 def test_programs_that_linen_keeps():
     """`linen.jit` keeps a program for a class and its fields; which recipe it was traced with, it isn't told."""
     model = linen.jit(Linen)()

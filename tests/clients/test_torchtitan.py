@@ -203,6 +203,64 @@ def test_state_dicts_resume_to_the_bit(titan, values):
         assert differing == []
 
 
+def loaded(rank, titan, values):
+    """State dicts hold all codes of query, key and value in one piece, or three matrices of values; both load again."""
+    layer, other = "layers.1.attention.qkv_linear.", {name: 2 * value for name, value in values.items()}
+    whole = values[layer + "wqkv.weight"]
+    for weights, names in (("quantized", ["wqkv.weight"]), ("high_precision", ["wk.weight", "wq.weight", "wv.weight"])):
+        left, right = (
+            filled(parallel(titan, "llama", 1, 1, recipe="fp8_current", weights=weights), of) for of in (values, other)
+        )
+        state = {key: value.clone() for key, value in left.state_dict().items()}
+        assert sorted(key.removeprefix(layer) for key in state if key.startswith(layer) and key.endswith("weight")) == names
+        if weights == "quantized":
+            found = bfp.high_precision_state_dict(left)[layer + "wqkv.weight"]
+            assert torch.equal(found, bfp.quantize(whole, "fp8_e4m3").dequantize())
+        else:
+            heads = [state[f"{layer}w{one}.weight"].full_tensor().view(16, -1, 256) for one in "qkv"]
+            assert torch.equal(torch.cat(heads, 1).view(whole.shape), whole)
+        right.load_state_dict(state)
+        for key, value in right.state_dict().items():
+            assert torch.equal(*(getattr(one, "_local_tensor", one) for one in (value, state[key]))), key
+
+
+def test_query_key_and_value_are_saved_whole_or_as_values(titan, values):
+    threaded.run(2, loaded, titan, values["llama"])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_from_and_to_hugging_face(titan, tmp_path, monkeypatch):
+    from command import run
+    from safetensors.torch import load_file, save_file
+
+    monkeypatch.chdir(tmp_path)
+    plain = titan.llama[0].model_registry("debugmodel")
+    model = plain.model.build()
+    with torch.no_grad():
+        model.init_states()
+    hf = plain.state_dict_adapter(plain.model, None).to_hf(model.state_dict())
+    save_file(hf, "pretrained.safetensors")
+    converters = [titan.adapter.BlockfpConverter.Config(recipe="fp8_current")]
+    spec = titan.llama[0].model_registry("debugmodel", converters=converters)
+    adapter = run_documented("torchtitan: from Hugging Face", spec=spec)["adapter"]
+    exported = run("export", "seed", "values.safetensors", "--prefix", "", "--to", "high-precision")
+    assert exported.exit_code == 0, exported.output
+    run_documented("torchtitan: to Hugging Face", adapter=adapter)
+    found = load_file("model.safetensors")
+    assert found.keys() == hf.keys()
+    for name, value in hf.items():
+        *path, layer, _ = name.split(".")
+        # One scale of the tensor: that of the three matrices together.
+        three = (
+            [hf[".".join((*path, one, "weight"))] for one in ("q_proj", "k_proj", "v_proj")]
+            if layer in "q_proj k_proj v_proj"
+            else []
+        )
+        scale = bfp.quantize(torch.cat(three or [value]), "fp8_e4m3").scales if "proj" in layer else None
+        expected = value if scale is None else (value / scale).to(torch.float8_e4m3fn).float() * scale
+        assert torch.equal(found[name], expected), name
+
+
 def built(titan, recipe):
     return made(config_of(titan, "llama", recipe))
 

@@ -93,9 +93,9 @@ def test_experts_that_ranks_share_give_the_bits_of_one(name, recipe, weights):
     assert (y - alone[0]).norm() < 0.01 * y.norm() or recipe == "fp8_current"
 
 
-def shared_step(rank, plain, folder):
-    """Two steps under FSDP2 x EP on 2 x 2 ranks, each with tokens of its own, and the checkpoint after them."""
-    model = bfp.convert(copy.deepcopy(plain), "mxfp8")
+def shared(plain, recipe):
+    """A model under FSDP2 x EP on 2 x 2 ranks."""
+    model = bfp.convert(copy.deepcopy(plain), recipe)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     everywhere = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
     bfp.parallelize(model, mesh["ep"], {"*.experts": "experts"})
@@ -104,7 +104,12 @@ def shared_step(rank, plain, folder):
         layer.mlp.experts.set_gradient_divide_factor(4)
         layer.mlp.experts.set_force_sum_reduction_for_comms(True)
         fully_shard(layer, mesh=everywhere)
-    fully_shard(model, mesh=everywhere)
+    return fully_shard(model, mesh=everywhere)
+
+
+def shared_step(rank, plain, folder):
+    """Two steps, each rank with tokens of its own, and the checkpoint after them."""
+    model = shared(plain, "mxfp8")
     optimizer = bfp.AdamW(model.parameters(), lr=1e-2)
     losses = train(optimizer, lambda _: model(TOKENS.view(4, 1, 8)[rank], labels=TOKENS.view(4, 1, 8)[rank]).loss, range(2))
     values = bfp.high_precision_state_dict(model)
@@ -145,6 +150,25 @@ def test_fsdp_and_expert_parallelism_train_and_reshard(tmp_path):
     before = bfp.high_precision_state_dict(bfp.convert(copy.deepcopy(plain), "mxfp8"))
     assert not [path for path, _ in model.named_parameters() if torch.equal(values[path], before[path])]
     threaded.run(3, resharded, plain, tmp_path / "checkpoint", values)
+
+
+def shared_keys(rank, plain):
+    """Random keys as this rank drew them, and after a forward."""
+    model = shared(plain, "nvfp4")
+    keys = {name: key for name, key in model.named_buffers() if name.endswith("rng_key")}
+    before = {name: key.tolist() for name, key in keys.items()}
+    with torch.no_grad():
+        model(TOKENS.view(4, 1, 8)[rank])
+    return before, {name: key.tolist() for name, key in keys.items()}
+
+
+def test_ranks_of_experts_take_one_random_key():
+    """Each expert folds its number into it."""
+    found = threaded.run(4, shared_keys, family("Qwen3Moe"))
+    first = found[0][0]
+    assert any("experts.down_proj" in name for name in first)
+    assert not any(first[name] == before[name] for before, _ in found[1:] for name in first)
+    assert all(after == first for _, after in found)
 
 
 @pytest.mark.parametrize(

@@ -260,11 +260,12 @@ def test_per_tensor_table(model):
     assert "experts" in result.stdout
 
 
-def test_nothing_to_check_is_said(tmp_path):
-    np.save(tmp_path / "v.npy", np.ones(4, np.float32))
+@pytest.mark.parametrize(("shape", "reason"), [((4,), "1 axis"), ((0, 64), "no elements"), ((3, 8, 0), "no elements")])
+def test_nothing_to_check_is_said(tmp_path, shape, reason):
+    np.save(tmp_path / "v.npy", np.ones(shape, np.float32))
     result = run("check", tmp_path / "v.npy", "--backend", "numpy", "--plot", tmp_path / "v.png")
     assert result.exit_code == 2
-    assert "skipped in v.npy, 1 axis: v" in result.stdout
+    assert f"skipped in v.npy, {reason}: v" in result.stdout
     assert "0 tensors in 51 formats through numpy: nothing to check" in plain(result.stdout)
     assert "yes" not in result.stdout
 

@@ -92,14 +92,21 @@ def test_what_is_in_one_alone(path, tmp_path):
 def test_versions_are_said_and_count_for_nothing(path):
     def change(found):
         found["versions"]["numpy"] = "1.0"
-        found["identical"] = False
         del found["backends"]["numpy"]
 
     result = run("check", "--compare", path, changed(path, change))
     assert result.exit_code == 0
     assert f"A and B differ in numpy: {np.__version__} and 1.0" in result.stdout
     assert f"A and B differ in backend numpy: NumPy {np.__version__} and not there" in result.stdout
-    assert "bits differed among the backends of B; the first one's are compared" in result.stdout.splitlines()
+
+
+def test_a_report_whose_own_backends_differed_is_not_equal(path):
+    result = run("check", "--compare", path, changed(path, lambda found: found.update(identical=False)))
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[-2:] == [
+        "bits differed among the backends of B; the first one's are compared",
+        "4 tensors in 2 formats, counted per format: not all bits are equal",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import re
 
 import ml_dtypes
 import numpy as np
@@ -15,9 +16,11 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 from command import run  # noqa: E402
 from exported import SHAPES, bits, numpy, read, save, unsharded  # noqa: E402
 from resumed import model_of, train  # noqa: E402
+from safetensors import torch as safetensors  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_state_dict  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
+import blockfp  # noqa: E402
 import blockfp.torch as bfp  # noqa: E402
 from blockfp.errors import BadFile  # noqa: E402
 from blockfp.files import manifest  # noqa: E402
@@ -300,3 +303,18 @@ def test_a_damaged_index_is_named(tmp_path):
         assert result.exit_code == 2
         assert message in result.output.replace("\n", "")
         assert not (tmp_path / "m.safetensors").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_codes_of_two_formats_are_refused(tmp_path):
+    """A cache of names, such as torchtitan's, keeps the old format's beside the new one's after `set_recipe`."""
+    state = model_of("mxfp6_e3m2", SHAPES).state_dict()
+    state["0.weight_format_mxfp6_e2m3"] = state["0.weight_format_mxfp6_e3m2"].clone()
+    dcp.save(state, checkpoint_id=tmp_path / "run")
+    result = run("export", tmp_path / "run", tmp_path / "out.safetensors", "--prefix", "")
+    assert result.exit_code == 2
+    said = r"tensor '0\.weight': names two formats of its codes, mxfp6_e\dm\d and mxfp6_e\dm\d"
+    assert re.search(said, " ".join(result.output.split()))
+    safetensors.save_file(state, tmp_path / "state.safetensors")
+    with pytest.raises(BadFile, match=said):
+        blockfp.load(tmp_path / "state.safetensors")

@@ -216,6 +216,26 @@ def test_scales_of_activations_are_left_out_and_named(tmp_path):
     assert set(left) | set(kept) < set(blockfp.load(tmp_path / "own.safetensors"))
 
 
+def test_modelopt_states_no_inputs_whose_scale_is_left_out(tmp_path):
+    """ModelOpt's algorithm NVFP4 quantizes inputs by `input_scale`; vLLM reads uninitialized memory where it is missing."""
+    q = blockfp.quantize(np.random.default_rng(3).standard_normal((32, 64)).astype(np.float32), "nvfp4")
+    parts = {
+        "a.weight": q.codes,
+        "a.weight_scale": q.scales.view(FP8),
+        "a.weight_scale_2": np.float32(q.tensor_scale).reshape(()),
+    }
+    source = write(tmp_path / "model.safetensors", {**parts, "a.input_scale": ONE})
+    assert run("convert", source, tmp_path / "out", "--layout", "modelopt").exit_code == 0
+    assert "a.input_scale" not in blockfp.load(tmp_path / "out")
+    told = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())["quantization"]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert told["quant_algo"] == config["quant_algo"] == "W4A16_NVFP4"
+    assert all("input_activations" not in group for group in config["config_groups"].values())
+    assert {group["weights"]["group_size"] for group in config["config_groups"].values()} == {told["group_size"]} == {16}
+    got = blockfp.load(tmp_path / "out")["a.weight"]
+    assert (got.codes.tobytes(), got.scales.tobytes()) == (q.codes.tobytes(), q.scales.tobytes())
+
+
 def test_a_config_beside_the_model_stays(tmp_path):
     (tmp_path / "in").mkdir()
     blockfp.save(

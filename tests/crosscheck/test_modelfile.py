@@ -114,6 +114,15 @@ def test_a_truncated_safetensors_is_refused(model, tmp_path):
         open_model(cut)
 
 
+def test_bytes_after_an_array_are_refused(tmp_path):
+    """NumPy reads the first array of several in a file, and says nothing of the others."""
+    with (tmp_path / "two.npy").open("wb") as file:
+        np.save(file, sample("gaussian", (2, 4)))
+        np.save(file, sample("gaussian", (2, 4)))
+    with pytest.raises(BadFile, match=r"tensor 'two': has 160 bytes after its array of shape \(2, 4\)"):
+        open_model(tmp_path / "two.npy")
+
+
 @pytest.mark.parametrize("suffix", ["npy", "npz"])
 def test_every_truncated_numpy_file_is_refused(tmp_path, suffix):
     whole = io.BytesIO()

@@ -76,6 +76,21 @@ def test_weights_do_not_stay_unquantized_unnoticed():
     assert bfp.quantize_params(plain, lambda path: None) == plain
 
 
+def test_weights_of_another_recipe_do_not_stay_unnoticed(params):
+    """They would have failed in the first layer, which names no leaf."""
+    q = bfp.quantize_params(params, "fp8_current", filter_fn=only_weights)
+    why = r"^layers\.up: weight is in fp8_e4m3, and recipe mxfp8 wants mxfp8_e4m3_32x32: take a recipe of its format, or"
+    for refused in (bfp.quantize_params, lambda tree, recipe: bfp.init_state(recipe, tree)):
+        with pytest.raises(ValueError, match=why):
+            refused(q, {"gain": None, "head": None, "": "mxfp8"})
+    # What the message says to do, and leaves that weren't asked for.
+    again = bfp.quantize_params(bfp.dequantize_params(q), "mxfp8")
+    assert again["layers"]["up"].format.name == "mxfp8_e4m3_32x32"
+    rest = bfp.quantize_params(q, {"gain": "mxfp8", "": None})
+    assert_same_tree(rest, bfp.quantize_params(q, "mxfp8", filter_fn=lambda path, leaf: "gain" in path))
+    assert rest["layers"]["up"].format.per_tensor
+
+
 def test_random_keys_beside_weights(params):
     keys = jax.random.split(jax.random.key(0), (2, 32))
     q = bfp.quantize_params(params | {"keys": keys}, "mxfp8")

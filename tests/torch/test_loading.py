@@ -222,8 +222,10 @@ def strided(rank, weight):
         bfp.load_high_precision_(param, placed)
     bfp.load_high_precision_(param, 2 * weight)
     assert_equal(local_of(param), bfp.quantize(2 * weight, "fp8_e4m3").narrow(0, region.start[0], region.shape[0]))
-    optimizer = bfp.AdamW([param])
     whole = distribute_tensor(weight, param.device_mesh, [Replicate(), Replicate()], src_data_rank=None)
+    bfp.load_high_precision_(param, whole)
+    assert_equal(local_of(param), bfp.quantize(weight, "fp8_e4m3").narrow(0, region.start[0], region.shape[0]))
+    optimizer = bfp.AdamW([param])
     state = {"step": torch.ones(())} | dict.fromkeys(("exp_avg", "exp_avg_sq", "master"), whole)
     optimizer.load_state_dict(optimizer.state_dict() | {"state": {0: state}})
     for name in ("exp_avg", "exp_avg_sq", "master"):

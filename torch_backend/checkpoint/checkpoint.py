@@ -23,8 +23,9 @@ from blockfp.files.names import CAST, EXTRA, GROUPS, INPUT, MODEL, OPTIMIZER, OW
 from ..conversion.kinds import input_formats
 from ..modules import model_names
 from ..optimizer.adamw import _Adam
-from ..quantized_tensor import sharding
+from ..quantized_tensor import agreement, sharding
 from ..quantized_tensor.sharding import placed
+from ..torch_internals import fsdp_params_of
 from . import background, ranks
 from .background import Saving
 from .conversion import Conversion, conversions, convert, leave_paths, masters_of, replace, replace_masters, values_of
@@ -64,6 +65,9 @@ def save_checkpoint(
 
     The folder gets its name only when the checkpoint is complete on disk; a run that dies earlier leaves previous checkpoints
     intact. Every rank must call it, on a shared file system.
+
+    Before FSDP2's first gather, all ranks together also give layers the random keys that it would give them. Ranks whose keys
+    differ nevertheless warn, as a checkpoint keeps one.
 
     Args:
         folder: the run's folder.
@@ -128,7 +132,7 @@ def save_checkpoint(
                 raise not_saved(ranks.told(error)) from error
 
     model, keep, checkpoint, state = ranks.check_alike("save_checkpoint", arguments, process_group)
-    _warn_of_random_keys(model, process_group)
+    _share_random_keys(model, process_group)
     ranks.on_every_rank(contents, process_group)
     drafts: list[publishing.Draft] = []
     with _given_up_on_error(drafts):
@@ -149,9 +153,13 @@ def save_checkpoint(
         return Saving(checkpoint, write_all)
 
 
-def _warn_of_random_keys(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Warns if ranks have different random keys of a layer, of which a checkpoint keeps one."""
-    keys = {name: tuple(buffer.tolist()) for name, buffer in model.named_buffers() if name.rpartition(".")[2] == "rng_key"}
+def _share_random_keys(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Gives FSDP2's ranks their random keys, if no gather has; warns if other ranks differ, as a checkpoint keeps one key."""
+    held = {name: buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] == "rng_key"}
+    if held and ranks.rank_and_world(group)[1] == ranks.rank_and_world(None)[1]:
+        # No rank of a mesh is missing.
+        agreement.agree_on(fsdp_params_of(model))
+    keys = {name: tuple(buffer.tolist()) for name, buffer in held.items()}
     for rank, others in enumerate(ranks.gather(keys, group)):
         for name in (name for name, key in keys.items() if others.get(name, key) != key):
             own = ranks.rank_and_world(group)[0]

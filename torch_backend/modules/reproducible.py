@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from blockfp.definition.rounding import threefry2x32
 
-from ..quantized_tensor import sharding
+from ..quantized_tensor import agreement, sharding
 from ..sharded.reduce_scatter import TreeSum, tree_sum
-from ..torch_internals import foreach_copy_, fsdp_params, fsdp_reduce_scatters
+from ..torch_internals import foreach_copy_, fsdp_params, fsdp_params_of, fsdp_reduce_scatters
 from ..torch_internals import functional_collectives as collectives
 from .experts import Experts
 from .shared_products import SharedNorm
@@ -187,6 +187,9 @@ class Reproducible:
         if not layers:
             yield lambda index: None
             return
+        if self._reductions:
+            # The first gather, in a unit, would share the unit's keys.
+            agreement.agree_on(fsdp_params_of(self.model))
         keys, steps = ([getattr(layer, name) for layer in layers] for name in ("rng_key", "step"))
         # int32 words with the bits of the uint32 ones.
         kept, first = torch.stack([key.detach() for key in keys]), [step.clone() for step in steps]

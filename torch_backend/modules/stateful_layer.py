@@ -22,7 +22,7 @@ from ..linear.linear import LinearState
 from ..linear.pipelines import keep_state
 from ..linear.scale_watch import RecipeLayer, note_sharded, unwatch, watch
 from ..linear.tensor_parallel.parallel import Parallel
-from ..quantized_tensor import sharding
+from ..quantized_tensor import agreement, sharding
 from ..quantized_tensor.quantize import copied_key, data_rank, random_key
 from ..torch_internals import local_tensor, mark_static_address
 from ..weights.cast_weight import CastWeight
@@ -214,7 +214,7 @@ class StatefulLayer(RecipeLayer):
         own["has_scales"], own["known_scale"] = found, self._buffers["input_scale"] if found else None
 
     def reset_buffers(self) -> None:
-        """Resets delayed scaling and the step, and draws a new random key."""
+        """Resets delayed scaling and the step, and draws a new random key, which FSDP2 shares in its next gather."""
         for buffer in (self.input_amax_history, self.gradient_amax_history, self.step):
             if buffer is not None:
                 buffer.zero_()
@@ -224,6 +224,7 @@ class StatefulLayer(RecipeLayer):
         self.note_scales(False)
         if self.rng_key is not None and not self.rng_key.is_meta:
             self.rng_key.copy_(random_key())
+            agreement.renew_key(self)
 
 
 def _elements(recipe: Recipe) -> list[Any]:

@@ -1,18 +1,22 @@
-"""Checks, before codes are first exchanged, that all ranks hold weights of the same formats.
+"""Checks, before codes are first exchanged, that all ranks hold weights of the same formats; gives ranks the same random keys.
 
 Codes of two formats may have equal sizes, so a rank could silently decode another rank's codes by its own format. Before FSDP2
 first gathers a parameter group, every rank hashes the names, formats, shapes, dtypes and recipes of its parameters, and one
 reduction over the mesh compares the hashes; if they differ every rank raises. Later gathers only look up the FSDPParam records,
 which are marked on all ranks together. Settings of FSDP2 that don't work with quantized weights are rejected at the same time.
 DistributedDataParallel's broadcasts make the same check (`bucket`).
+
+A layer's random key comes from its own rank's generator. As a checkpoint keeps one rank's, another reduction gives all ranks
+the key of the mesh's first rank, before any random bit is drawn.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -21,11 +25,14 @@ from torch import Tensor, nn
 from blockfp.recipes import Recipe
 
 from ..ops.collectives import max_reduce
-from ..torch_internals import frame_above, fsdp_name, fsdp_param, fsdp_place, gathered_together, renew_fsdp_param
+from ..torch_internals import frame_above, fsdp_name, fsdp_param, fsdp_places, gathered_together, renew_fsdp_param
 from .sharding import local_of, mesh_of
 
 _agreed: WeakSet[Any] = WeakSet()
 """FSDP2's records (`FSDPParam`) of parameters that were compared."""
+
+_keyed: WeakKeyDictionary[nn.Module, WeakSet[Any]] = WeakKeyDictionary()
+"""The records by which a layer has got the random key that all ranks have."""
 
 
 def agree_before_gather() -> None:
@@ -38,18 +45,41 @@ def agree_before_gather() -> None:
     if param is None or param in _agreed or torch.compiler.is_compiling():
         return
     _refuse_smaller_mesh(param)
-    together = gathered_together(caller, param)
-    meshes = list(dict.fromkeys(mesh for one in together if (mesh := mesh_of(one.sharded_param)) is not None))
-    for mesh in meshes:
-        kinds = {fsdp_name(one): _kind(one) for one in together if mesh_of(one.sharded_param) == mesh}
-        _agree(mesh, kinds, param.device)
-    _agreed.update(together)
+    agree_on(gathered_together(caller, param))
+
+
+def agree_on(params: Sequence[Any]) -> None:
+    """Compares the parameters of FSDP2's records, and gives their layers the random keys of each mesh's first rank.
+
+    Collective, unless all were compared before. Raises ValueError on every rank if ranks hold different kinds of a weight.
+    """
+    if all(param in _agreed for param in params):
+        return
+    of_meshes: dict[Any, list[Any]] = {}
+    for param in params:
+        of_meshes.setdefault(mesh_of(param.sharded_param), []).append(param)
+    of_meshes.pop(None, None)
+    for mesh, members in of_meshes.items():
+        kinds: dict[str, str] = {}
+        for one in members:
+            # Before FSDP2's first forward, parameters of several modules have one name.
+            name = fsdp_name(one)
+            kinds[f"{name} ({len(kinds)})" if name in kinds else name] = _kind(one)
+        _agree(mesh, kinds, members[0].device)
+        _share_keys(mesh, members)
+    _agreed.update(params)
 
 
 def renew(param: Any) -> None:
     """Renews FSDP2's record of a parameter whose local tensor has a new format; the next gather compares it again."""
     renew_fsdp_param(param)
     _agreed.discard(param)
+
+
+def renew_key(layer: nn.Module) -> None:
+    """Makes the next gather of a layer's weight share the layer's random key, which has been drawn anew."""
+    for param in _keyed.pop(layer, ()):
+        _agreed.discard(param)
 
 
 def recipe_of(module: nn.Module) -> str | None:
@@ -99,8 +129,36 @@ def _refuse_smaller_mesh(param: Any) -> None:
 
 
 def _kind(param: Any) -> str:
-    recipe = recipe_of(fsdp_place(param)[0])
-    return kind_of(param.sharded_param) + (f", recipe {recipe}" if recipe else "")
+    recipe = recipe_of(fsdp_places(param)[0][0])
+    keys = len(_layers_with_keys(param))
+    return kind_of(param.sharded_param) + (f", recipe {recipe}" if recipe else "") + f", random keys: {keys}" * bool(keys)
+
+
+def _layers_with_keys(param: Any) -> list[Any]:
+    """Returns the layers with a random key that multiply with a record's sharded parameter."""
+    found = []
+    for module, name in fsdp_places(param):
+        # Experts have a child for each weight, which keeps its state.
+        for layer in (module, *module.children()):
+            held = getattr(layer, "held_weight", None)
+            if held is not None and layer._buffers.get("rng_key") is not None and held() is module._parameters.get(name):
+                found.append(layer)
+    return found
+
+
+def _share_keys(mesh: Any, params: Sequence[Any]) -> None:
+    """Writes the mesh's first rank's random keys into the layers of these records; collective if there is one."""
+    layers = [(layer, param) for param in params for layer in _layers_with_keys(param)]
+    if not layers:
+        return
+    keys = [local_of(layer.rng_key) for layer, _ in layers]
+    words = torch.stack([key.to(params[0].device) for key in keys])
+    if any(mesh.get_coordinate()):
+        words.fill_(torch.iinfo(words.dtype).min)
+    for key, shared in zip(keys, max_reduce(words, [group.group_name for group in groups_of(mesh)]), strict=True):
+        key.copy_(shared)
+    for layer, param in layers:
+        _keyed.setdefault(layer, WeakSet()).add(param)
 
 
 def _agree(mesh: Any, kinds: dict[str, str], device: torch.device) -> None:

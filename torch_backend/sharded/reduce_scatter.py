@@ -30,7 +30,7 @@ from blockfp.sharding.reducing import SentPart, check_reduce_format, sent_layout
 
 from ..ops.dequantize_plans import dequantize_parts
 from ..ops.kernels import kernels_for
-from ..torch_internals import Reduced, frame_above, fsdp_name, fsdp_params, fsdp_place, reduced_together, shard_dim
+from ..torch_internals import Reduced, frame_above, fsdp_name, fsdp_params, fsdp_places, reduced_together, shard_dim
 from ..torch_internals import functional_collectives as collectives
 
 _AT_ONCE = 64
@@ -127,7 +127,7 @@ class QuantizedReduceScatter(_CountedReductions):
         return [made[1][count % _AT_ONCE, i] for i, count in enumerate(counts)]
 
     def _number(self, param: Any) -> int:
-        number = self._numbers.get(fsdp_place(param))
+        number = self._numbers.get(fsdp_places(param)[0])
         if number is None:
             raise RuntimeError(
                 f"parameter {fsdp_name(param)!r} came after quantize_reduce_scatter(model): call it on the finished model"

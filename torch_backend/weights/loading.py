@@ -24,8 +24,8 @@ def load_high_precision_(param: Tensor, tensor: Tensor, *, keep_init: bool = Tru
 
     Args:
         param: a `QuantizedTensor`, a `CastWeight`, or a DTensor of one; the whole parameter, with all of its experts.
-        tensor: float32, float16 or bfloat16: the whole weight, equal on every rank, or a DTensor placed like `param`. It may be
-            on another device.
+        tensor: float32, float16 or bfloat16: the whole weight, equal on every rank (or a replicated DTensor), or a DTensor
+            placed like `param`. It may be on another device.
         keep_init: keep this rank's original values, on the CPU, as `initial`; a frozen parameter keeps none.
 
     Raises:
@@ -82,8 +82,8 @@ def _kind(tensor: Any) -> str:
 
 def _part_of(tensor: Tensor, param: Tensor) -> Tensor:
     """Returns this rank's shard of a high-precision tensor."""
-    if sharding.mesh_of(tensor) is None:
-        return sharding.own_part(tensor, param)
+    if all(placement.is_replicate() for placement in getattr(tensor, "placements", ())):
+        return sharding.own_part(sharding.local_of(tensor), param)
     lies, region = sharding.sharding_of(param), sharding.region_of(param)
     if not sharding.placed_alike(tensor, param):
         raise ValueError(

@@ -2,6 +2,9 @@
 
 NAME holds two codes per byte, NAME_scale (F8_E4M3) one scale per 16 columns, NAME_scale_2 (F32) the tensor scale. A value is
 the product of all three, as in blockfp, so all bits are kept.
+
+The configuration states W4A16_NVFP4, weights alone. NVFP4 would state quantized inputs too, whose tensor scale is set before
+(`input_scale`) and which a recipe doesn't have; vLLM and SGLang leave one that is missing uninitialized.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from ...formats import Format
 from ..contents import Contents, Weight
 from ..modelfile import Tensor
 from .layout import FP8, Layout, codes_as, is_weight, scales_of_rows, unquantized_layers
+
+_ALGORITHM = "W4A16_NVFP4"
 
 
 class ModelOpt(Layout):
@@ -39,8 +44,15 @@ class ModelOpt(Layout):
     def configs(self, model: Contents) -> dict[str, dict[str, Any]]:
         ignored = unquantized_layers(model)
         kv = "FP8" if model.kv_scales else None
-        told = {"quant_algo": "NVFP4", "kv_cache_quant_algo": kv, "group_size": 16, "exclude_modules": ignored}
-        config: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ignored}
+        told = {"quant_algo": _ALGORITHM, "kv_cache_quant_algo": kv, "group_size": 16, "exclude_modules": ignored}
+        weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+        groups = {"group_0": {"weights": weights, "targets": ["Linear"]}}
+        config: dict[str, Any] = {
+            "quant_method": "modelopt",
+            "quant_algo": _ALGORITHM,
+            "ignore": ignored,
+            "config_groups": groups,
+        }
         if kv:
             config["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
         return {

@@ -51,7 +51,8 @@ def model_on(mesh, name, *, splits=SPLITS, policy=None, **sizes):
     model.load_state_dict(values, strict=False)
     for module in model.modules():
         if getattr(module, "rng_key", None) is not None:
-            module.rng_key.copy_(torch.tensor((3, 5)))
+            # The first rank's is every rank's from the first gather on.
+            module.rng_key.copy_(torch.tensor((3, 5 + dist.get_rank())))
     options = {} if policy is None else {"mp_policy": policy}
     if mesh is not None:
         if splits is not None or mesh["tp"].size() > 1:
