@@ -33,10 +33,10 @@ from ..torch_backend.checkpoint.stream import WeightStream
 from ..torch_backend.conversion.convert import convert
 from ..torch_backend.conversion.kinds import base_kind, quantized_names, router_modules, weight_names
 from ..torch_backend.conversion.summary import tied_elsewhere
+from ..torch_backend.distributed_internals import mend_broadcast
 from ..torch_backend.modules.quantized_layer import Weights
 from ..torch_backend.modules.stateful_layer import StatefulLayer
 from ..torch_backend.quantized_tensor.tensor import QuantizedTensor
-from ..torch_backend.torch_internals import mend_broadcast
 
 try:
     from transformers.quantizers import auto

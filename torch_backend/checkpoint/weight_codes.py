@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..distributed_internals import reshard
 from ..modules import model_names
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import QuantizedTensor
-from ..torch_internals import reshard
 from ..weights.cast_weight import CastWeight
 from ..weights.requantize import quantized_as_used
 from . import ranks

@@ -16,6 +16,7 @@ from blockfp import recipes
 from blockfp.files.names import LAYER_BUFFERS
 from blockfp.recipes import Compute, Recipe, RecipeName
 
+from ..distributed_internals import local_tensor
 from ..linear.delayed import update_layers
 from ..linear.joint import part_all
 from ..linear.linear import LinearState
@@ -24,7 +25,7 @@ from ..linear.scale_watch import RecipeLayer, note_sharded, unwatch, watch
 from ..linear.tensor_parallel.parallel import Parallel
 from ..quantized_tensor import sharding
 from ..quantized_tensor.quantize import copied_key, data_rank, random_key
-from ..torch_internals import local_tensor, mark_static_address
+from ..torch_internals import mark_static_address
 from ..weights.cast_weight import CastWeight
 
 
