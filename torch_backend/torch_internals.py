@@ -1,7 +1,7 @@
 """PyTorch's private names of tensors, autograd, compilers and callers' frames.
 
 Each entry says what it is for and why no public name serves. All were run in torch 2.11 and 2.13. Names of distributed training
-are in `distributed_internals`; attributes of modules and hooks, and the schedules that `linear.pipelines` patches, in neither.
+are in `distributed_internals`; attributes of modules and hooks, and the schedules that `stateful_layer` patches, in neither.
 """
 
 from __future__ import annotations

@@ -34,9 +34,8 @@ from ..torch_backend.check import to_numpy
 from ..torch_backend.checkpoint import ranks
 from ..torch_backend.checkpoint.conversion import split_weight
 from ..torch_backend.checkpoint.files import high_precision_state_dict
-from ..torch_backend.checkpoint.kv_scales import KVScales, kv_entries
+from ..torch_backend.checkpoint.for_servers import KVScales, codes_of_values, kv_entries
 from ..torch_backend.checkpoint.stream import WeightStream, stream_apart
-from ..torch_backend.checkpoint.weight_codes import codes_of_values
 from ..torch_backend.conversion.kinds import input_formats, quantized_names
 from ..torch_backend.modules import model_names
 from ..torch_backend.modules.experts import Experts
