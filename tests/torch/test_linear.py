@@ -198,7 +198,10 @@ def test_matrix_units_get_what_they_read(monkeypatch):
             rows, columns = codes.shape[0], codes.shape[1] * (2 if format.element.packed else 1)
             scales, tensor_scale = scales if isinstance(scales, list) else (scales, None)
             grid = (rows, -(-columns // format.block[1]))
-            compact = layout.deinterleave_scales(scales.view(torch.uint8), grid)
+            numbers = layout.interleave_scales(torch.arange(1, 1 + grid[0] * grid[1]).reshape(grid))
+            compact = torch.zeros(1 + grid[0] * grid[1], dtype=torch.uint8)
+            compact[numbers] = scales.view(torch.uint8)
+            compact = compact[1:].reshape(grid)
             parts = (codes.view(torch.uint8), compact, tensor_scale)
             return numerics.dequantize(*parts, format, "float32", columns=columns)
 
