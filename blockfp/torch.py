@@ -20,12 +20,11 @@ from .torch_backend.conversion.sensitivity import sensitivity
 from .torch_backend.conversion.sensitivity_table import LayerSensitivity, Sensitivity
 from .torch_backend.conversion.summary import LeftWeight, QuantizedWeight, Summary, summary
 from .torch_backend.experts.dispatch import Received, combine, dispatch
-from .torch_backend.linear.boundary_codes import keep_codes
+from .torch_backend.linear.checkpointing import keep_codes, keep_products
 from .torch_backend.linear.delayed import update_scales, update_scales_after
 from .torch_backend.linear.grouped_mm import grouped_mm
 from .torch_backend.linear.linear import LinearState, linear
 from .torch_backend.linear.observe import Observation, Observed, Oscillation, observe
-from .torch_backend.linear.recompute import keep_products
 from .torch_backend.modules.blocks import LayerNormLinear, LayerNormMLP, MultiheadAttention, TransformerLayer
 from .torch_backend.modules.experts import GroupedProduct
 from .torch_backend.modules.grouped_linear import GroupedLinear
