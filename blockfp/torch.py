@@ -20,19 +20,17 @@ from .torch_backend.conversion.sensitivity import sensitivity
 from .torch_backend.conversion.sensitivity_table import LayerSensitivity, Sensitivity
 from .torch_backend.conversion.summary import LeftWeight, QuantizedWeight, Summary, summary
 from .torch_backend.experts.dispatch import Received, combine, dispatch
-from .torch_backend.linear.boundary_codes import keep_codes
+from .torch_backend.linear.checkpointing import keep_codes, keep_products
 from .torch_backend.linear.delayed import update_scales, update_scales_after
 from .torch_backend.linear.grouped_mm import grouped_mm
 from .torch_backend.linear.linear import LinearState, linear
 from .torch_backend.linear.observe import Observation, Observed, Oscillation, observe
-from .torch_backend.linear.recompute import keep_products
-from .torch_backend.modules.blocks import LayerNormLinear, LayerNormMLP, TransformerLayer
+from .torch_backend.modules.blocks import LayerNormLinear, LayerNormMLP, MultiheadAttention, TransformerLayer
 from .torch_backend.modules.experts import GroupedProduct
 from .torch_backend.modules.grouped_linear import GroupedLinear
 from .torch_backend.modules.known_classes import MLPParts, SharedInput
 from .torch_backend.modules.layer_calls import _rebuild_sharing
 from .torch_backend.modules.linear import Linear
-from .torch_backend.modules.multihead_attention import MultiheadAttention
 from .torch_backend.modules.parallelize import parallelize
 from .torch_backend.modules.reproducible import Reproducible
 from .torch_backend.optimizer.adamw import Adam, AdamW

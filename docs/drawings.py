@@ -6,9 +6,7 @@ python docs/drawings.py [FOLDER]     writes every .svg, by default into docs/; a
 from __future__ import annotations
 
 import json
-import math
 import sys
-from html import escape
 from pathlib import Path
 
 from blockfp.formats import Format
@@ -18,58 +16,11 @@ from blockfp.sharding.plans import gather_activation, gather_weight, quantize_sh
 from blockfp.sharding.steps import Gather, Quantize, grid_span
 
 sys.path.append(str(Path(__file__).parent))
-from evidence_charts import evidence
+from charts import choices, evidence, kernels, scale, step_times
+from svg import Drawing
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "benchmarks" / "results"
-COLORS = {"r0": "#3b82f6", "r1": "#f5990b", "r2": "#22c55e", "r3": "#d946ef"}
-STYLE = """\
-svg{color:#24292f;font:13px system-ui,sans-serif}
-@media(prefers-color-scheme:dark){svg{color:#e6edf3}}
-text{fill:currentColor}
-.b{font-weight:600}.s{font-size:11px}
-.l{fill:none;stroke:currentColor}.d{fill:none;stroke:currentColor;stroke-dasharray:4 3}
-.r0,.r1,.r2,.r3,.p,.o{stroke:currentColor;stroke-width:.5;fill-opacity:.4}
-.r0,.o{fill:#3b82f6}.r1{fill:#f5990b}.r2{fill:#22c55e}.r3{fill:#d946ef}.p{fill:#888}"""
-
-
-class Drawing:
-    """Lines of an SVG file, with text in the page's text colour."""
-
-    def __init__(self, title: str, width: int, height: int):
-        self.lines = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
-            f"<title>{escape(title)}</title>",
-            f"<style>\n{STYLE}\n</style>",
-            '<defs><marker id="a" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-            '<path d="M0 0L8 4L0 8z" fill="currentColor"/></marker></defs>',
-        ]
-
-    def box(self, x: float, y: float, width: float, height: float, kind: str = "l") -> None:
-        """Adds a rectangle; `kind` is a class of `STYLE`: l and d are outlines, r0 .. r3 ranks, p a peer, o blockfp."""
-        self.lines.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" class="{kind}"/>')
-
-    def text(self, x: float, y: float, words: object, kind: str = "", anchor: str = "start") -> None:
-        """Adds a line of text whose baseline is at y."""
-        kind = f' class="{kind}"' if kind else ""
-        anchor = "" if anchor == "start" else f' text-anchor="{anchor}"'
-        self.lines.append(f'<text x="{x:g}" y="{y:g}"{kind}{anchor}>{escape(str(words))}</text>')
-
-    def arrow(self, *points: tuple[float, float]) -> None:
-        """Adds a line through the points, with a head at the last."""
-        path = "L".join(f"{x:g} {y:g}" for x, y in points)
-        self.lines.append(f'<path d="M{path}" class="l" marker-end="url(#a)"/>')
-
-    def line(self, points: list[tuple[float, float]], kind: str, dashed: bool = False) -> None:
-        """Adds a line through the points in the colour of a class r0 .. r3."""
-        path = "L".join(f"{x:.4g} {y:.4g}" for x, y in points)
-        dashes = ";stroke-dasharray:5 3" if dashed else ""
-        self.lines.append(
-            f'<path d="M{path}" class="{kind}" style="fill:none;stroke:{COLORS[kind]};stroke-width:1.5{dashes}"/>'
-        )
-
-    def __str__(self) -> str:
-        return "\n".join([*self.lines, "</svg>", ""])
 
 
 def rows_of(start: int, size: int) -> str:
@@ -246,134 +197,6 @@ def layer(recipe: Recipe) -> Drawing:
     return drawing
 
 
-def kernels(result: dict) -> Drawing:
-    """Draws a result of gpu.py: one bar per kernel, as a share of a copy's speed."""
-    directions = {"r": "row", "c": "column", "rc": "row + column", "rp": "row + rotated column"}
-    rows = [
-        row
-        for row in result["rows"]
-        if row["shape"] == [16384, 8192]
-        and row["directions"] != "t"
-        and (row["directions"] != "d" or "bfloat16" in row["kernel"])
-    ]
-    drawing = Drawing("Share of a copy's speed that each kernel reaches", 800, 80 + 15 * len(rows))
-    drawing.text(
-        20, 20, f"{result['gpu']}, {result['date'][:10]}: share of a copy's bytes a second, 16384 x 8192 bfloat16", "b"
-    )
-    drawing.text(20, 38, "The line is the copy. Grey bars are others: compilers and torchao.", "s")
-    for i, row in enumerate(rows):
-        y = 50 + 15 * i
-        parts = (
-            row["kernel"].split(" (")[0],
-            directions.get(row["directions"]),
-            "stochastic" if row["mode"] == "True" else None,
-        )
-        drawing.text(330, y + 10, ", ".join(part for part in parts if part), "s", "end")
-        drawing.box(336, y, 400 * row["of_copy"], 12, "p" if row["source"] == "peer" else "o")
-        drawing.text(331 + 400 * row["of_copy"], y + 10, f"{row['of_copy']:.2f}", "s", "end")
-    drawing.lines.append(f'<path d="M736 46V{54 + 15 * len(rows)}" class="l"/>')
-    return drawing
-
-
-def step_times(result: dict) -> Drawing:
-    """Draws a result of fsdp2_gpu.py: one bar per contender, in milliseconds per step."""
-    names = {
-        "bf16": "PyTorch, bf16",
-        "torchao_fp8_gather": "torchao, FP8 per tensor, FP8 all-gather",
-        "fp8_current": "blockfp, FP8 per tensor",
-        "fp8_block": "blockfp, FP8 in blocks",
-        "mxfp8": "blockfp, MXFP8, products then in bf16",
-    }
-    rows = result["rows"]
-    drawing = Drawing("Milliseconds of a training step under FSDP2", 800, 100 + 30 * len(rows))
-    drawing.text(20, 22, f"A training step under FSDP2, ms: {result['gpus']} x {result['gpu']}, {result['date'][:10]}", "b")
-    model = f"{rows[0]['parameters'] / 1e9:.2f} billion parameters, {result['tokens']} tokens a GPU"
-    drawing.text(20, 42, f"{result['layers']} transformer blocks, {model}, torch {result['torch']}", "s")
-    drawing.text(690, 62, "gathered", "s", "end")
-    drawing.text(780, 62, "peak memory", "s", "end")
-    for i, row in enumerate(rows):
-        y = 72 + 30 * i
-        drawing.text(270, y + 15, names[row["contender"]], anchor="end")
-        drawing.box(280, y, 280 * row["ms"] / 181, 21, "o" if names[row["contender"]].startswith("blockfp") else "p")
-        drawing.text(288 + 280 * row["ms"] / 181, y + 15, f"{row['ms']:.0f}", "b")
-        drawing.text(690, y + 15, f"{row['gathered_mb'] / 1000:.2f} GB", anchor="end")
-        drawing.text(780, y + 15, f"{row['peak_gib']:.1f} GiB", anchor="end")
-    return drawing
-
-
-def choices(result: dict) -> Drawing:
-    """Draws speed against held-out loss of each recipe of a result of evidence.py, both relative to bf16's."""
-    runs = {run["recipe"]: run for run in result["runs"]}
-    bf16 = runs.pop("bf16")
-    drawing = Drawing("Speed and held-out loss of each recipe against bf16", 800, 330)
-    drawing.text(20, 22, f"{result['common']['size'][:-1]} million parameters, one run each, relative to bf16", "b")
-    left, top, width, height, slowest, fastest, most = 90, 50, 640, 210, 0.5, 1.2, 0.02
-    drawing.box(left, top, width, height)
-
-    def across(speed: float) -> float:
-        return left + width * (speed - slowest) / (fastest - slowest)
-
-    def down(loss: float) -> float:
-        return top + height * (1 - (loss + 0.003) / (most + 0.003))
-
-    for speed in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1):
-        drawing.text(across(speed), top + height + 18, f"{speed:.1f}", "s", "middle")
-    for loss in (0.0, 0.005, 0.01, 0.015, 0.02):
-        drawing.text(left - 8, down(loss) + 4, f"{loss:+.3f}", "s", "end")
-    drawing.lines.append(f'<path d="M{left} {down(0):g}h{width}M{across(1):g} {top}v{height}" class="d"/>')
-    drawing.text(left + width / 2, top + height + 42, "tokens a second, times bf16's: right is faster", "s", "middle")
-    drawing.text(left, top - 8, "held-out loss above bf16's: low is better", "s")
-    for recipe, run in runs.items():
-        x = across(run["tokens_per_second"] / bf16["tokens_per_second"])
-        y = down(run["held_out_loss"] - bf16["held_out_loss"])
-        drawing.lines.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" class="o"/>')
-        drawing.text(round(x + 9), round(y + 4), recipe, "s")
-    return drawing
-
-
-def scale(result: dict) -> Drawing:
-    """Draws a result of scale.py per model: bytes of FSDP's gather relative to bfloat16, and blocks shared by ranks."""
-    kinds = {"fp8_block": "r0", "mxfp8": "r1", "mxfp4": "r2", "nvfp4": "r3"}
-    models = list(dict.fromkeys(row["model"] for row in result["rows"]))
-    drawing = Drawing("Bytes of FSDP's gather, and blocks that several ranks share", 800, 470)
-    for column, model in enumerate(models):
-        left = 60 + 250 * column
-        drawing.text(left, 22, model, "b")
-        panels = ("gather's bytes relative to bfloat16's", 0.6, 40), ("blocks shared by ranks", 1.0, 240)
-        for (what, most, top), measure in zip(panels, (_gathered, _shared), strict=True):
-            drawing.text(left, top + 12, what, "s")
-            drawing.box(left, top + 20, 210, 150)
-            for share in (0, most / 2, most):
-                y = top + 170 - 150 * share / most
-                drawing.text(left - 6, y + 4, f"{share:.0%}", "s", "end")
-            for dashed in (False, True):
-                rows = [r for r in result["rows"] if r["model"] == model and "HSDP" not in r["mesh"]]
-                rows = [row for row in rows if ("TP" in row["mesh"]) == dashed]
-                for recipe, kind in kinds.items():
-                    points = [
-                        (left + 210 * (math.log2(row["ranks"]) - 3) / 11, top + 170 - 150 * measure(row) / most)
-                        for row in rows
-                        if row["recipe"] == recipe
-                    ]
-                    drawing.line(points, kind, dashed)
-            for ranks in (8, 512, 16384):
-                x = left + 210 * (math.log2(ranks) - 3) / 11
-                drawing.text(x, top + 186, f"{ranks:,}", "s", "middle")
-    for i, (recipe, kind) in enumerate(kinds.items()):
-        drawing.line([(60 + 110 * i, 451), (84 + 110 * i, 451)], kind)
-        drawing.text(90 + 110 * i, 455, recipe, "s")
-    drawing.text(510, 455, "by ranks; solid: FSDP, dashed: FSDP x TP 8 x EP", "s")
-    return drawing
-
-
-def _gathered(row: dict) -> float:
-    return row["received"] / row["received_bf16"]
-
-
-def _shared(row: dict) -> float:
-    return row["straddling"] / row["blocks"]
-
-
 def drawings() -> dict[str, Drawing]:
     """Returns all drawings by file name."""
 
@@ -388,10 +211,8 @@ def drawings() -> dict[str, Drawing]:
         "layer-mxfp8.svg": layer(parse("mxfp8")),
         "layer-nvfp4.svg": layer(parse("nvfp4")),
         "gpu.svg": kernels(result("gpu-2026-11-21.json")),
-        "evidence.svg": evidence(Drawing("Recipes compared with bf16", 800, 320), result("evidence-1m-cpu-2026-11-22.json")),
-        "evidence-124m.svg": evidence(
-            Drawing("Recipes compared with bf16", 800, 320), result("evidence-124m-h200-2026-11-23.json"), "held_out", 3e7
-        ),
+        "evidence.svg": evidence(result("evidence-1m-cpu-2026-11-22.json")),
+        "evidence-124m.svg": evidence(result("evidence-124m-h200-2026-11-23.json"), "held_out", 3e7),
         "choose.svg": choices(result("evidence-124m-h200-2026-11-23.json")),
         "scale.svg": scale(result("scale-2026-11-22.json")),
         "training-step.svg": step_times(result("fsdp2-transformer-2x16384-2026-11-27.json")),

@@ -19,7 +19,7 @@ from blockfp.formats import Format
 from blockfp.kernels import cuda_library, native
 from blockfp.kernels.routes import HOPPER
 
-from .ops.product.library_products import on_codes
+from .ops.product.gpu_products import on_codes
 from .quantized_tensor.quantize import quantize
 from .quantized_tensor.tensor import QuantizedTensor
 

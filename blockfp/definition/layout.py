@@ -173,15 +173,6 @@ def interleave_scales(scales: Array) -> Array:
     return _permute(xp, tiles, (0, 3, 2, 1, 4)).reshape((*leading, m * n))
 
 
-def deinterleave_scales(interleaved: Array, shape: tuple[int, int]) -> Array:
-    """Inverts `interleave_scales`: returns [..., m, n] for `shape` (m, n) without padding."""
-    xp = array_namespace(interleaved)
-    m, n = (-(-size // unit) * unit for size, unit in zip(shape, (128, 4), strict=True))
-    tiles = interleaved.reshape((*interleaved.shape[:-1], m // 128, n // 4, 32, 4, 4))
-    padded = _permute(xp, tiles, (0, 3, 2, 1, 4)).reshape((*interleaved.shape[:-1], m, n))
-    return padded[..., : shape[0], : shape[1]]
-
-
 def _permute(xp, x: Array, last_axes: tuple[int, ...]) -> Array:
     leading = x.ndim - len(last_axes)
     return xp.permute_dims(x, (*range(leading), *(leading + axis for axis in last_axes)))

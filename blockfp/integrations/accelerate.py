@@ -13,8 +13,8 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 
+from ..torch_backend.distributed_internals import mend_broadcast
 from ..torch_backend.modules.stateful_layer import StatefulLayer
-from ..torch_backend.torch_internals import mend_broadcast
 
 mend_broadcast()
 

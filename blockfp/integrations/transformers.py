@@ -20,7 +20,6 @@ import re
 import weakref
 from collections.abc import Callable, Mapping
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,15 +27,13 @@ from torch import Tensor, nn
 from blockfp import patterns, recipes
 from blockfp.recipes import Cast, Compute, Delayed, Recipe
 
-from ..torch_backend.checkpoint.kv_scales import KVScales
-from ..torch_backend.checkpoint.stream import WeightStream
 from ..torch_backend.conversion.convert import convert
 from ..torch_backend.conversion.kinds import base_kind, quantized_names, router_modules, weight_names
 from ..torch_backend.conversion.summary import tied_elsewhere
+from ..torch_backend.distributed_internals import mend_broadcast
 from ..torch_backend.modules.quantized_layer import Weights
 from ..torch_backend.modules.stateful_layer import StatefulLayer
 from ..torch_backend.quantized_tensor.tensor import QuantizedTensor
-from ..torch_backend.torch_internals import mend_broadcast
 
 try:
     from transformers.quantizers import auto
@@ -46,7 +43,7 @@ try:
 
     from .transformers_kv import KVObservation, observe_kv
     from .transformers_reading import QuantizeOnLoad, Released, released_weights, untranspose
-    from .transformers_writing import stream_model, write_model
+    from .transformers_writing import save_in_layout, stream_in_layout
 except ModuleNotFoundError as error:
     raise ImportError(f"{__name__} needs transformers 5 and safetensors: {error}") from error
 
@@ -336,56 +333,6 @@ def _set_state(model: nn.Module) -> None:
         weight = module.held_weight()
         module.set_buffers(next(module.parameters()).device if weight is None else weight.device)
         module.reset_buffers()
-
-
-def save_in_layout(
-    model: Any,
-    folder: str | Path,
-    layout: str,
-    *,
-    quantize: bool = False,
-    kv_scales: KVScales | None = None,
-    file_bytes: int | None = None,
-) -> None:
-    """Saves a model for other libraries, without blockfp: weights, config.json and generation_config.json.
-
-    Writes the model's codes and scales under the names of the model's releases; experts are separate matrices if the family's
-    files have them so. Every rank of a sharded model must call it, and rank 0 writes.
-
-    Args:
-        model: a transformers model with quantized weights.
-        folder: the output folder.
-        layout: a name from `blockfp convert --layout`: "compressed-tensors" or "fine-grained-fp8", which transformers and vLLM
-            read, "modelopt", or "mxfp4", the layout of gpt-oss's experts.
-        quantize: write weights of layers with weights="high_precision" as the codes that the forward multiplies.
-        kv_scales: scales of cached keys and values, from `observe_kv`.
-        file_bytes: maximum size of a file; None writes one file.
-
-    Raises:
-        TypeError, ValueError: the layout is unknown, a weight can't be split into the release's weights without new scales, the
-            release combines several of the model's weights, `kv_scales` don't fit the model or layout, or the model contains
-            adapters (call PEFT's `merge_and_unload()` first).
-        BadFile: the layout can't hold a weight; `blockfp convert` requantizes.
-    """
-    write_model(model, Path(folder), layout, quantize, kv_scales, file_bytes)
-
-
-def stream_in_layout(model: Any, layout: str, **options: Any) -> WeightStream:
-    """Sends weights to a server in buckets, under the names of the model's releases, as `save_in_layout` writes them.
-
-    Like `blockfp.torch.stream_weights`, except for names and experts: experts are separate matrices if the family's files have
-    them so, which vLLM and SGLang load. The experts of one parameter share a bucket.
-
-    Args:
-        model: a transformers model, sharded or whole.
-        layout: see `stream_weights`.
-        options: quantize, kv_scales, bucket_bytes, keep_on and sha256 of `stream_weights`.
-
-    Raises:
-        TypeError, ValueError: see `stream_weights`; or blocks span two experts, or the release combines several of the model's
-            weights.
-    """
-    return stream_model(model, layout, **options)
 
 
 def _merging(theirs: Any) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..torch_backend.checkpoint import ranks
-from ..torch_backend.checkpoint.kv_scales import KVScales
+from ..torch_backend.checkpoint.for_servers import KVScales
 from ..torch_backend.modules import model_names
 from ..torch_backend.quantized_tensor.quantize import quantize
 

@@ -34,9 +34,8 @@ from ..torch_backend.check import to_numpy
 from ..torch_backend.checkpoint import ranks
 from ..torch_backend.checkpoint.conversion import split_weight
 from ..torch_backend.checkpoint.files import high_precision_state_dict
-from ..torch_backend.checkpoint.kv_scales import KVScales, kv_entries
+from ..torch_backend.checkpoint.for_servers import KVScales, codes_of_values, kv_entries
 from ..torch_backend.checkpoint.stream import WeightStream, stream_apart
-from ..torch_backend.checkpoint.weight_codes import codes_of_values
 from ..torch_backend.conversion.kinds import input_formats, quantized_names
 from ..torch_backend.modules import model_names
 from ..torch_backend.modules.experts import Experts
@@ -45,14 +44,40 @@ from ..torch_backend.quantized_tensor.tensor import QuantizedTensor
 from ..torch_backend.weights.state_dict import gathered, stored_parts
 
 
-def write_model(
-    model: Any, folder: Path, layout: str, quantize: bool, kv_scales: KVScales | None, file_bytes: int | None
+def save_in_layout(
+    model: Any,
+    folder: str | Path,
+    layout: str,
+    *,
+    quantize: bool = False,
+    kv_scales: KVScales | None = None,
+    file_bytes: int | None = None,
 ) -> None:
-    """Implements `save_in_layout`."""
+    """Saves a model for other libraries, without blockfp: weights, config.json and generation_config.json.
+
+    Writes the model's codes and scales under the names of the model's releases; experts are separate matrices if the family's
+    files have them so. Every rank of a sharded model must call it, and rank 0 writes.
+
+    Args:
+        model: a transformers model with quantized weights.
+        folder: the output folder.
+        layout: a name from `blockfp convert --layout`: "compressed-tensors" or "fine-grained-fp8", which transformers and vLLM
+            read, "modelopt", or "mxfp4", the layout of gpt-oss's experts.
+        quantize: write weights of layers with weights="high_precision" as the codes that the forward multiplies.
+        kv_scales: scales of cached keys and values, from `observe_kv`.
+        file_bytes: maximum size of a file; None writes one file.
+
+    Raises:
+        TypeError, ValueError: the layout is unknown, a weight can't be split into the release's weights without new scales, the
+            release combines several of the model's weights, `kv_scales` don't fit the model or layout, or the model contains
+            adapters (call PEFT's `merge_and_unload()` first).
+        BadFile: the layout can't hold a weight; `blockfp convert` requantizes.
+    """
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     if found := not_released(model_names.parameters(model)):
         raise ValueError(" ".join(found))
+    folder = Path(folder)
     LAYOUTS[layout].kv_laid_out(Contents(folder, {}, {}, kv_scales=kv_entries(kv_scales, model, {})))
     quantized = _quantized(model, codes_of_values("save_in_layout", model, quantize))
     if not quantized:
@@ -83,8 +108,21 @@ def write_model(
     _write_configs(model, folder)
 
 
-def stream_model(model: Any, layout: str, **options: Any) -> WeightStream:
-    """Implements `stream_in_layout`."""
+def stream_in_layout(model: Any, layout: str, **options: Any) -> WeightStream:
+    """Sends weights to a server in buckets, under the names of the model's releases, as `save_in_layout` writes them.
+
+    Like `blockfp.torch.stream_weights`, except for names and experts: experts are separate matrices if the family's files have
+    them so, which vLLM and SGLang load. The experts of one parameter share a bucket.
+
+    Args:
+        model: a transformers model, sharded or whole.
+        layout: see `stream_weights`.
+        options: quantize, kv_scales, bucket_bytes, keep_on and sha256 of `stream_weights`.
+
+    Raises:
+        TypeError, ValueError: see `stream_weights`; or blocks span two experts, or the release combines several of the model's
+            weights.
+    """
     release = _Names(model)
     quantized = {f"{path}.{own}" for path, module in model.named_modules() for own in quantized_names(module)}
     together = quantized if layout == "mxfp4" else set()

@@ -16,7 +16,7 @@ from .library import Library, NothingToRunOn
 _NO_DEVICE = "no CUDA device is here"
 _FUNCTIONS = (
     *("amax", "amax_blocks", "record_amax", "quantize", "encode", "requantize", "dequantize", "product", "cublas_version"),
-    *("transpose", "align", "interleave", "fold_keys", "adamw", "adamw_codes", "addresses", "count_steps"),
+    *("transpose", "align", "fold_keys", "adamw", "adamw_codes", "addresses", "count_steps"),
     *("group_rows", "group_words", "group_columns", "quantize_groups", "sum_groups", "clear_groups"),
     *("quantize_aligned", "quantize_groups_aligned", "quantize_gated_aligned"),
     *("quantize_gated", "activation", "activation_gradient"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from traceback import walk_stack
 from typing import Any
 
 import jax
@@ -238,11 +239,7 @@ _CALLERS = {
 
 def _in_a_rule(frame: Any) -> bool:
     """Returns whether a custom rule is running, which gives no cotangent for inputs that aren't differentiated."""
-    while frame is not None:
-        if (frame.f_globals.get("__name__", ""), frame.f_code.co_name) in _CUSTOM_RULES:
-            return True
-        frame = frame.f_back
-    return False
+    return any((one.f_globals.get("__name__", ""), one.f_code.co_name) in _CUSTOM_RULES for one, _ in walk_stack(frame))
 
 
 def flattening_caller() -> tuple[str, str | None] | None:

@@ -22,7 +22,7 @@ from blockfp.definition import scaling
 from blockfp.recipes import Cast, Operand, Recipe
 
 from ..arrays.array import QuantizedArray
-from ..arrays.pieces import sum_of_pieces
+from ..arrays.reducing import sum_of_pieces
 from ..implementations import explicit
 from ..implementations.carriers import carrier_of
 from ..implementations.derivatives import attach, either, linear_map

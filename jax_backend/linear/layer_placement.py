@@ -18,7 +18,7 @@ from blockfp.sharding import plans
 from blockfp.sharding.pieces import check_splits
 from blockfp.sharding.placement import Placement, Replicate, Shard, Sharding
 
-from ..arrays import pieces, sharded, storage
+from ..arrays import reducing, sharded, storage
 from ..arrays.array import QuantizedArray
 from ..implementations import explicit
 from .products import Matrix
@@ -219,14 +219,14 @@ class LayerPlacement:
         if self.kind != "row":
             return y
         if self.splits is not None and self.tensor is not None:
-            return pieces.sum_over_ranks(y, self.tensor, bias, dtype)
+            return reducing.sum_over_ranks(y, self.tensor, bias, dtype)
         y = self._scatter_tokens(y) if self.sequence else lax.psum(y, self.tensor)
         return y if bias is None else (y.astype(jnp.float32) + bias.astype(jnp.float32)).astype(dtype)
 
     def sum_input(self, gradient: jax.Array, primal: explicit.Axes | None, dtype: np.dtype) -> jax.Array:
         """Sums the input's cotangent over ranks; the result is in `dtype`. `primal` are the axes that x varies over."""
         if self.piece_count("column") is not None and self.tensor is not None:
-            return explicit.sum_like(pieces.sum_over_ranks(gradient, self.tensor, None, dtype), primal, ())
+            return explicit.sum_like(reducing.sum_over_ranks(gradient, self.tensor, None, dtype), primal, ())
         gradient = self._scatter_tokens(gradient) if self.gathers_input else gradient
         summed = (self.tensor,) if self.kind == "column" and self.tensor and not self.sequence else ()
         return explicit.sum_like(gradient, primal, summed)

@@ -179,9 +179,6 @@ cudaError_t launch_order_scales(const ScalesByTile& rows, const ScalesByTile& co
 cudaError_t launch_spoil(const QuantizeArguments& a, cudaStream_t stream);
 // Whether launch_order_scales can run: lines form whole bands, and a band fits into shared memory.
 bool can_order_scales(int64_t rows, int64_t columns);
-// Writes one-byte scales [batches, m, n], each row repeated `repeat` times for `rows` rows, in tensor-core order.
-cudaError_t launch_interleave(const uint8_t* in, uint8_t* out, int64_t batches, int64_t rows, int64_t m, int64_t n,
-                              int repeat, cudaStream_t stream);
 // AdamW steps of parameters; `entries` is read before the call returns.
 cudaError_t launch_adamw(const StepEntry* entries, int64_t count, cudaStream_t stream);
 // Writes codes of the updated masters in formats whose scales need the whole parameter's amax.

@@ -27,8 +27,6 @@
 //       without tensor_scale, two-level formats use 1.
 //   transpose(in, out, bits, rows, columns)
 //       bits: 8, 6 or 4 for codes and one-byte scales, 32 for fp32 scales; rows and columns of `in`, in codes.
-//   interleave(scales, out, rows, repeat)
-//       scales: uint8 [..., m, n] for `rows` rows, each repeated `repeat` times; out: uint8 in tensor-core order.
 //   fold_keys(key, step?, rank, groups, advance, out)
 //       key: int32 or int64 [2]; step: int64 [1], which `advance` increments afterwards; out: int32 [max(groups, 1), 2, 2]. Negative rank or
 //       groups aren't folded in.
@@ -277,20 +275,6 @@ void transpose(TensorView in, TensorView out, int64_t bits, int64_t rows, int64_
   on.done(launch_transpose(data_of<const void>(in), data_of<void>(out), static_cast<int>(bits), batches, rows, columns, on.stream));
 }
 
-void interleave(TensorView scales, TensorView out, int64_t rows, int64_t repeat) {
-  const OnDevice on(scales, "scales");
-  check(scales.ndim() >= 2, "scales must have two or more axes; it is ", describe(scales));
-  check(repeat >= 1, "repeat must be 1 or more, and is ", repeat);
-  const int64_t m = scales.size(-2), n = scales.size(-1), one = m * n;
-  const int64_t batches = one == 0 ? 0 : scales.numel() / one;
-  check(m == ceil_div(rows, repeat), "scales must have one row for each `repeat` rows, ", ceil_div(rows, repeat), "; it is ",
-        describe(scales));
-  check_array(scales, "scales", on.device, batches * one, 8, "one-byte scales");
-  check_array(out, "out", on.device, batches * ceil_div(rows, 128) * ceil_div(n, 4) * 512, 8, "one-byte scales, padded to 128 by 4");
-  on.done(launch_interleave(data_of<const uint8_t>(scales), data_of<uint8_t>(out), batches, rows, m, n, static_cast<int>(repeat),
-                            on.stream));
-}
-
 void adamw(TensorView table, TensorView x) {
   const StepEntry* entries = step_entries(table);
   const OnDevice on(x, "x");
@@ -341,7 +325,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(encode, encode);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(requantize, requantize);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(dequantize, dequantize);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(transpose, transpose);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(interleave, interleave);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fold_keys, fold_keys);
 
 }  // namespace

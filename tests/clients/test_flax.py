@@ -18,8 +18,8 @@ import blockfp.jax as bfp
 X = jnp.asarray(sample("bf16_valued", (6, 40), "bfloat16"))
 
 
-def tree(format, x=X):
-    return {"w": bfp.quantize(x, format), "layers": [bfp.quantize(x, "nvfp4")], "plain": x[0]}
+def tree(format):
+    return {"w": bfp.quantize(X, format), "layers": [bfp.quantize(X, "nvfp4")], "plain": X[0]}
 
 
 def test_there_and_back():

@@ -42,11 +42,11 @@ def plain(params, x, recipe, keys):
     return x + bfp.linear(jax.nn.gelu(h), params["down"]["kernel"].mT, recipe=recipe, key=keys and keys[1])
 
 
-def loop(loss, params, optimizer, steps=3):
+def loop(loss, params, optimizer):
     """Losses, and the parameters in the end; `loss` takes them and the number of the step."""
     state = optimizer.init(params)
     losses = []
-    for number in range(steps):
+    for number in range(3):
         value, gradients = bfp.value_and_grad(loss)(params, number)
         updates, state = optimizer.update(gradients, state, params)
         params = bfp.apply_updates(params, updates)

@@ -39,8 +39,8 @@ class Module(lightning.LightningModule):
         return self.make(self.parameters(), lr=1e-2)
 
 
-def batches(count=4):
-    return list(values((count, 32, 64), 0))
+def batches():
+    return list(values((4, 32, 64), 0))
 
 
 def fitted(module, plugin, folder, epochs=1, checkpoint=None):
@@ -52,11 +52,11 @@ def fitted(module, plugin, folder, epochs=1, checkpoint=None):
     return trainer
 
 
-def looped(recipe, optimizer=bfp.AdamW, weights="quantized", dtype=None, epochs=1):
+def looped(recipe, optimizer=bfp.AdamW, weights="quantized", dtype=None):
     module = Module(optimizer)
     bfp.convert(module.net, recipe, weights=weights)
     step = module.configure_optimizers()
-    for x in batches() * epochs:
+    for x in batches():
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
             loss = module.training_step(x, 0)
         loss.backward()

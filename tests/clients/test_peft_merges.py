@@ -23,14 +23,12 @@ from blockfp.integrations.peft import merged, register
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning", "ignore:.*:DeprecationWarning")
 
 
-def expected_merge(layer, name, adapters=("default",), magnitude=None):
+def expected_merge(layer, name, adapters=("default",)):
     """The definition: NumPy quantizes the float32 sum of what the codes stand for and the adapters."""
     weight = getattr(layer.get_base_layer(), name)
     total = weight.detach().dequantize(torch.float32)
     for adapter in adapters:
         total = total + layer.change(adapter)
-    if magnitude is not None:
-        total = total * (magnitude / total.norm(dim=1)).unsqueeze(1)
     return blockfp.quantize(total.numpy(), weight.format)
 
 

@@ -24,9 +24,9 @@ def llama(seed=0, **options):
     return LlamaForCausalLM(config)
 
 
-def rows(count=16):
+def rows():
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, 64, (count, 16), generator=generator)
+    tokens = torch.randint(0, 64, (16, 16), generator=generator)
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 

@@ -67,9 +67,9 @@ def loss_of(model):
     return model(TOKENS, labels=TOKENS).loss
 
 
-def trained(model, optimizer=bfp.AdamW, steps=2):
+def trained(model, optimizer=bfp.AdamW):
     step = optimizer(model.parameters(), lr=1e-3)
-    return train(step, lambda _: loss_of(model), range(steps))
+    return train(step, lambda _: loss_of(model), range(2))
 
 
 def assert_near(model, plain):

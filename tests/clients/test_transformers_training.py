@@ -21,8 +21,8 @@ from blockfp.integrations.transformers import BlockfpConfig, save_in_layout
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def rows(count=16):
-    tokens = torch.arange(16).repeat(count, 1) * 3 + torch.arange(count).view(-1, 1) % 4
+def rows():
+    tokens = torch.arange(16).repeat(16, 1) * 3 + torch.arange(16).view(-1, 1) % 4
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 

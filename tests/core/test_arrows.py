@@ -27,6 +27,7 @@ CORE = (
 JAX = ("implementations", "arrays", "params", "linear", "files", "check")
 TORCH = (
     "torch_internals",
+    "distributed_internals",
     "ops",
     "sharded",
     "quantized_tensor",

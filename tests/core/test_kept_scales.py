@@ -18,8 +18,8 @@ def decoded(q, format, columns=None):
     return numerics.dequantize(*q, format, "float32", columns=columns or SHAPE[1])
 
 
-def random_halves(shape, key=KEY):
-    return statement.random_bytes((key >> 32, key & 0xFFFFFFFF), 0, int(np.prod(shape)), 2).reshape(shape)
+def random_halves(shape):
+    return statement.random_bytes((KEY >> 32, KEY & 0xFFFFFFFF), 0, int(np.prod(shape)), 2).reshape(shape)
 
 
 def moved(format, change, seed=0):

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from command import run
+from command import plain, run
 from samples import sample
 
 from blockfp.check import backends, crosscheck
@@ -100,7 +100,7 @@ def test_where_no_name_is_given_those_that_take_long_stay_away(monkeypatch):
 def test_a_backend_that_fails(file):
     result = run("check", file, "--format", "mxint8", "--backend", "mine:Mine")
     assert result.exit_code == 3
-    said = " ".join(result.stderr.split())
+    said = plain(result.stderr)
     where = f"error: {file}, tensor 'w': backend 'mine', format mxint8, float32 array of shape (40, 64): "
     assert f"{where}ValueError: operands could not be broadcast together" in said
     assert "Traceback" in said
@@ -113,7 +113,7 @@ def test_formats_that_a_backend_does_not_have(file):
     assert "mine has no nvfp4: skipped for these" in result.stdout
     result = run("check", file, *chosen, "--backend", "mine:Mine")
     assert result.exit_code == 2
-    assert "only one backend has nvfp4, nothing to compare" in " ".join(result.stdout.split())
+    assert "only one backend has nvfp4, nothing to compare" in plain(result.stdout)
     found = crosscheck.check(MATRIX, "nvfp4", [Definition(), Mine()])
     assert (found.compared, found.without) == ((), {"mine": "it multiplies nothing else"})
     with pytest.raises(ValueError, match="backend 'mine', the reference, has no nvfp4"):
@@ -124,7 +124,7 @@ def test_one_backend_alone_checks_nothing(file, tmp_path):
     """Its report can be compared with another machine's all the same."""
     result = run("check", file, "--format", FORMAT, "--backend", "numpy", "--report", tmp_path / "report.json")
     assert result.exit_code == 2
-    assert "only one backend, nothing to compare" in " ".join(result.stdout.split())
+    assert "only one backend, nothing to compare" in plain(result.stdout)
     assert run("check", "--compare", *[tmp_path / "report.json"] * 2).exit_code == 0
 
 

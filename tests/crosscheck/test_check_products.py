@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from command import run
+from command import plain, run
 from samples import sample
 
 from blockfp.check import backends, products
@@ -19,10 +19,6 @@ BLOCKS, TENSOR, MX = "fp8_e4m3_1x128", "fp8_e4m3", "mxfp8_e4m3"
 WEIGHT = sample("bf16_valued", (300, 400))
 ROWS, COLUMNS = slice(256, 264), slice(128, 400)
 """What forward takes of it."""
-
-
-def plain(text):
-    return " ".join(text.split())
 
 
 @pytest.fixture

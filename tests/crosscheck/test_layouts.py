@@ -242,8 +242,8 @@ def test_settings_changed_anyhow(tmp_path):
     assert 0 < refused < 300
 
 
-def one_of(value, dtype=np.float32, shape=(1,)):
-    return np.full(shape, value, dtype)
+def one_of(value, dtype=np.float32):
+    return np.full(1, value, dtype)
 
 
 @pytest.mark.parametrize("ending", ["_packed", ""], ids=["compressed-tensors", "modelopt"])

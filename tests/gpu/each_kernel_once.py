@@ -11,7 +11,6 @@ from blockfp.torch_backend.ops import cuda
 from blockfp.torch_backend.ops.groups import cuda_groups, grouped_products
 from blockfp.torch_backend.ops.optimizer import cuda_steps
 from blockfp.torch_backend.ops.product import products
-from blockfp.torch_backend.ops.quantize import cuda_layouts
 from blockfp.torch_backend.ops.quantize.quantize_plans import quantize_matrix
 
 import blockfp.torch as bfp
@@ -58,12 +57,11 @@ def each_cast(prefix):
 
 
 def each_rotation():
-    """Rotated casts, and scales in the order of tensor cores."""
+    """Rotated casts."""
     for dtype in (torch.bfloat16, torch.float32):
         for shape in ((160, 256), (37, 75), (128, 512)):
             x = torch.randn(shape, device="cuda").to(dtype)
             cuda.quantize_both(x, "nvfp4", rotate=True)
-            cuda_layouts.interleave_scales(cuda.quantize(x, "mxfp8_e4m3").scales)
 
 
 def each_aligned():

@@ -38,7 +38,7 @@ def ordered(scales):
     return torch.nn.functional.pad(scales.mT, (0, -scales.shape[-2] % 4)).contiguous()
 
 
-def run(a, b, out, ends=None, bias=None, *, accumulate=False, tile=-1, own=True, in_order=False, fast=False):
+def run(a, b, out, ends=None, bias=None, *, accumulate=False, tile=-1, own=True, in_order=False):
     """The library's product, called directly."""
     formats = [Format.parse(x.format) for x in (a, b)]
     groups, (n, k) = 0 if ends is None else ends.shape[0], b.codes.shape[-2:]
@@ -49,7 +49,7 @@ def run(a, b, out, ends=None, bias=None, *, accumulate=False, tile=-1, own=True,
     )  # fmt: skip
     scales = [ordered(x.scales) if order else x.scales.contiguous() for x, order in zip((a, b), orders, strict=True)]
     workspace = torch.empty(planned.workspace if own else 33 << 20, dtype=torch.uint8, device="cuda")
-    numbers = (*planned.numbers[:4], *orders, own, tile, fast, accumulate)
+    numbers = (*planned.numbers[:4], *orders, own, tile, False, accumulate)
     cuda_library.library().product(a.codes, b.codes, *scales, ends, bias, out, workspace, *numbers)
     return out
 

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from blockfp.torch_backend.ops import cuda
-from blockfp.torch_backend.ops.quantize import cuda_layouts
 from cuda_arrays import assert_same, capture, to_gpu, to_numpy
 from same_tensors import assert_equal
 from samples import DTYPES, KINDS, all_patterns, sample
@@ -225,18 +224,6 @@ def test_transpose(format):
         expected = numerics.transpose(q.codes, q.scales, format, columns=shape[-1])
         got = cuda.transpose(to_gpu(q.codes), to_gpu(q.scales), format, columns=shape[-1])
         assert_same((*got, None), (*expected, None), f"{format} {shape}")
-
-
-def test_interleave():
-    from blockfp.definition import layout
-
-    rng = np.random.default_rng(0)
-    for shape in ((3, 5), (2, 130, 9), (128, 4), (256, 64)):
-        scales = rng.integers(0, 256, shape, dtype=np.uint8)
-        assert (to_numpy(cuda_layouts.interleave_scales(to_gpu(scales))) == layout.interleave_scales(scales)).all()
-    scales = rng.integers(0, 256, (10, 7), dtype=np.uint8)
-    expected = layout.interleave_scales(layout.repeat_scales(scales, 16, 150))
-    assert (to_numpy(cuda_layouts.interleave_scales(to_gpu(scales), rows=150, repeat=16)) == expected).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -34,14 +34,12 @@ FORMATS = (
 SHAPES = ((256, 384), (32, 8), (160, 1032), (4096, 64))
 
 
-def tensors(shape, layout, dtype, seed=0, scale=2.0):
+def tensors(shape, layout, dtype, seed=0):
     """(gate, up) as the ops take them, one of them or both of this shape."""
     rows, columns = shape
     width = columns if layout in ("alone", "apart") else 2 * columns
     generator = torch.Generator("cuda").manual_seed(seed)
-    made = [
-        (torch.randn((rows, width), device="cuda", generator=generator) * scale).to(getattr(torch, dtype)) for _ in range(2)
-    ]
+    made = [(torch.randn((rows, width), device="cuda", generator=generator) * 2.0).to(getattr(torch, dtype)) for _ in range(2)]
     return made[0], made[1] if layout == "apart" else None
 
 

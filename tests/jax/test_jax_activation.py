@@ -17,8 +17,8 @@ PLAIN = {
 }
 
 
-def arrays(dtype=jnp.float32, tokens=96):
-    shapes = ((tokens, 64), (tokens, 64), (48, 64))
+def arrays(dtype=jnp.float32):
+    shapes = ((96, 64), (96, 64), (48, 64))
     return [jax.random.normal(jax.random.key(i), shape, dtype) for i, shape in enumerate(shapes)]
 
 

@@ -117,14 +117,14 @@ def test_what_has_no_order_is_refused():
 # ---- layers of groups
 
 
-def grouped_arrays(dtype=jnp.bfloat16):
+def grouped_arrays():
     """x, weights, biases and y's gradient."""
     tokens, inside, outside = GROUPED
     shapes = (tokens, inside), (len(SIZES), outside, inside), (len(SIZES), outside), (tokens, outside)
-    return [jnp.asarray(sample("gaussian", each, seed=i)).astype(dtype) for i, each in enumerate(shapes)]
+    return [jnp.asarray(sample("gaussian", each, seed=i)).astype(jnp.bfloat16) for i, each in enumerate(shapes)]
 
 
-def of_groups(recipe, given=None, sizes=SIZES, run=jax.jit):
+def of_groups(recipe, given=None, sizes=SIZES):
     """y and the gradients of x and the weights, which share scales as PyTorch's GroupedLinear has them."""
 
     def step(x, w, bias, g, sizes):
@@ -135,7 +135,7 @@ def of_groups(recipe, given=None, sizes=SIZES, run=jax.jit):
         y, back = jax.vjp(layer, x, w)
         return y, *back(g)
 
-    return run(step)(*(given or grouped_arrays()), jnp.asarray(sizes))
+    return jax.jit(step)(*(given or grouped_arrays()), jnp.asarray(sizes))
 
 
 def of_groups_in_torch(recipe, given=None, sizes=SIZES):

@@ -80,6 +80,8 @@ def test_a_llama_goes_on_from_its_checkpoint_with_the_same_bits(tmp_path, monkey
 
     whole = losses("--steps", "3")
     assert losses("--steps", "2", "--save", str(tmp_path / "run")) == whole[:2]
-    assert losses("--steps", "3", "--resume", str(tmp_path / "run"), "--profile", str(tmp_path / "trace")) == whole[2:]
-    assert list((tmp_path / "trace").rglob("*.trace.json.gz"))
+    # A profile takes longer to begin than all of these steps.
+    profile = ("--profile", str(tmp_path / "trace")) if mlp == "nvfp4" else ()
+    assert losses("--steps", "3", "--resume", str(tmp_path / "run"), *profile) == whole[2:]
+    assert bool(profile) == bool(list((tmp_path / "trace").rglob("*.trace.json.gz")))
     assert whole[2] < whole[0]

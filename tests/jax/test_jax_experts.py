@@ -28,8 +28,8 @@ FP32_SCALES = recipes.fp8_block().replace(
 SENT = ("mxfp8", "mxfp6", "mxfp4", "fp8_block", "fp8_current", "nvfp4", FP32_SCALES)
 
 
-def mesh_of(ranks, name="expert"):
-    return jax.make_mesh((ranks,), (name,), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks])
+def mesh_of(ranks):
+    return jax.make_mesh((ranks,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks])
 
 
 @pytest.fixture(scope="module")

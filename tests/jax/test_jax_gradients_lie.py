@@ -1,5 +1,7 @@
 """Gradients, masters, moments and codes on Explicit meshes are sharded as the weight is: shapes and bytes per device."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,6 +46,15 @@ def loss_of(recipe, x):
     return loss
 
 
+def inputs():
+    return jnp.asarray(sample("gaussian", (16, SHAPE[1]), seed=1))
+
+
+@cache
+def gradient_of_one_device(recipe):
+    return bfp.grad(loss_of(recipe, inputs()))(bfp.quantize_params(jnp.asarray(sample("gaussian", SHAPE)), recipe))
+
+
 @pytest.mark.parametrize(
     ("recipe", "spec", "how"),
     [
@@ -54,14 +65,12 @@ def loss_of(recipe, x):
 )
 def test_of_a_quantized_weight(recipe, spec, how, mesh):
     q = placed_weight(recipe, mesh, spec)
-    x = jax.device_put(jnp.asarray(sample("gaussian", (16, SHAPE[1]), seed=1)), NamedSharding(mesh, P()))
-    gradient = bfp.grad(loss_of(recipe, x))
+    gradient = bfp.grad(loss_of(recipe, jax.device_put(inputs(), NamedSharding(mesh, P()))))
     with jax.set_mesh(mesh):
         got = (jax.jit(gradient) if how == "jit" else gradient)(q)
     assert parts_held(got) == part_of(SHAPE, mesh, spec)
     assert jax.typeof(got).sharding.spec == P(*spec, *(None,) * (2 - len(spec)))
-    whole = jax.tree.map(lambda part: jnp.asarray(np.asarray(part)), q)
-    wanted = bfp.grad(loss_of(recipe, np.asarray(x)))(whole)
+    wanted = gradient_of_one_device(recipe)
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 

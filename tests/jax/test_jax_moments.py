@@ -200,10 +200,10 @@ def test_parts_of_parameters_are_refused(optimizer):
             run(placed)
 
 
-def iterated(x, steps=5):
+def iterated(x):
     """Jordan's iteration in float64, of a matrix that is not tall."""
     x = x / np.linalg.norm(x)
-    for _ in range(steps):
+    for _ in range(5):
         gram = x @ x.T
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
     return x

@@ -1,7 +1,7 @@
 """Sequence parallelism of x [.., tokens, features]: y and all gradients of one device, for every leading shape and recipe."""
 
 import re
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,12 @@ def arrays(leading):
     return x * scales, w, b[0], g * scales
 
 
+@cache
+def on_one_device(recipe, leading):
+    x, w, b, g = arrays(leading)
+    return jax.jit(partial(layer, recipe))(x, bfp.quantize_params(w, recipe), b, g)
+
+
 def on_mesh(recipe, style, ranks, leading):
     """The program of a layer that ranks share, and its arguments."""
     mesh = jax.make_mesh((ranks,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks])
@@ -65,10 +71,8 @@ def on_mesh(recipe, style, ranks, leading):
 @pytest.mark.parametrize(("recipe", "leading", "ranks"), CASES, ids=str)
 def test_every_leading_shape_is_that_of_one_device(recipe, leading, ranks, style):
     recipe = recipes.parse(recipe)
-    x, w, b, g = arrays(leading)
-    wanted = jax.jit(partial(layer, recipe))(x, bfp.quantize_params(w, recipe), b, g)
     run, arguments = on_mesh(recipe, style, ranks, leading)
-    for got, want in zip(run(*arguments), wanted, strict=True):
+    for got, want in zip(run(*arguments), on_one_device(recipe, leading), strict=True):
         assert got.shape == want.shape
         np.testing.assert_allclose(got, want, rtol=0, atol=3e-6 * np.abs(want).max())
 

@@ -25,8 +25,8 @@ BY_NAME = pytest.mark.parametrize("format", FORMATS, ids=str)
 KEY = (7, 9)
 
 
-def values(kind, shape, dtype=torch.bfloat16, seed=0):
-    return torch.from_numpy(sample(kind, shape, "float32", seed)).to(dtype)
+def values(kind, shape):
+    return torch.from_numpy(sample(kind, shape)).to(torch.bfloat16)
 
 
 def unit(format, across):

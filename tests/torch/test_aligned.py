@@ -1,5 +1,6 @@
 """MX products on FP8 matrix units, with the library's functions carried out by the definition: what is asked of them."""
 
+import emulated_cuda
 import pytest
 import torch
 from blockfp.torch_backend.linear import linear
@@ -11,62 +12,15 @@ from same_tensors import assert_equal
 
 import blockfp.torch as bfp
 from blockfp import recipes
-from blockfp.definition import alignment, numerics
-from blockfp.formats import FORMATS, Format
+from blockfp.formats import Format
 from blockfp.kernels import switch
-from blockfp.kernels.calls import format_numbers
 from blockfp.kernels.routes import route
-
-ELEMENT = {0: "fp8_e4m3_1x128", 1: "fp8_e5m2_1x128"}
-
-
-class Library:
-    """`align` and `product` on CPU tensors, as kernels/cuda/align.cu and products/product_exports.cu say."""
-
-    def __init__(self):
-        self.products = 0
-
-    def align(self, codes, scales, out, out_scales, element, block_rows, columns, transposed):
-        format = next(f for f in FORMATS if f.scale.e8m0 and format_numbers(f)[:2] == (element, block_rows))
-        if transposed:
-            rows = codes.shape[0]
-            codes, scales = numerics.transpose(codes, scales, format, columns=columns)
-            columns = rows
-        made = alignment.align(codes, scales, format, columns=columns)
-        assert tuple(out.shape) == (codes.shape[0], -(-columns // 16) * 16)
-        assert tuple(out_scales.shape) == (-(-columns // 128), -(-codes.shape[0] // 4) * 4)
-        out.zero_()
-        out[:, :columns] = made.codes
-        out_scales.fill_(float("nan"))
-        out_scales[:, : codes.shape[0]] = made.scales.mT
-
-    def cublas_version(self):
-        return 0
-
-    def product(
-        self, a, b, a_scales, b_scales, ends, bias, out, workspace, a_element, a_block_rows, b_element, b_block_rows, a_ordered,
-        b_ordered, own, tile, fast, accumulate,
-    ):  # fmt: skip
-        assert ends is workspace is None
-        assert (a_block_rows, a_ordered, b_ordered, own, accumulate) == (1, 1, 1, 1, 0)
-        assert b_block_rows in (1, 32)
-        sides = []
-        for codes, scales, element in ((a, a_scales, a_element), (b, b_scales, b_element)):
-            rows, columns = codes.shape
-            assert columns % 16 == 0
-            of_rows = scales[:, :rows].mT.contiguous()
-            if codes is b and b_block_rows == 32:
-                # The kernel may read any of 32.
-                of_rows = of_rows[torch.arange(rows) // 32 * 32]
-            sides.append(numerics.dequantize(codes, of_rows, None, ELEMENT[element], "float32", columns=columns))
-        out.copy_(sides[0] @ sides[1].mT + (0 if bias is None else bias))
-        self.products += 1
 
 
 @pytest.fixture
 def library(monkeypatch):
     """Routes and plans of a Hopper GPU on this CPU."""
-    stand_in = Library()
+    stand_in = emulated_cuda.Library()
 
     def hopper(device, a, b, m, n, k, in_order=True, exact=False):
         chosen = route(a, b, platform="cuda", capability=(9, 0), m=m, n=n, k=k, in_order=in_order, exact=exact)
@@ -74,6 +28,7 @@ def library(monkeypatch):
 
     monkeypatch.setattr(products, "route_on", hopper)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setitem(emulated_cuda.FUNCTIONS, "cublas_version", lambda: 0)
     monkeypatch.setattr(products.cuda_library, "library", lambda: stand_in)
     monkeypatch.setattr(cuda_layouts, "library", lambda: stand_in)
     forget_plans()
@@ -106,7 +61,7 @@ def step(recipe, shape=(40, 72, 24), spread=0.0):
 def test_all_three_products_of_a_layer(library, name, shape):
     """Within 2^-17 of what the exact ones give: of the bound of each side and the sums of float32."""
     got, wanted = step(name, shape), step(recipes.RECIPES[name](exact_products=True), shape)
-    assert library.products == 3
+    assert library.calls.count("product") == 3
     for x, y in zip(got, wanted, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=2.0**-17 * max(shape) * 30)
 
@@ -116,9 +71,9 @@ def test_a_recipe_asks_for_exact_products(library):
     assert exact != recipes.mxfp8()
     assert recipes.mxfp8().replace(exact_products=True) == exact
     with_route = step(exact, spread=3.0)
-    assert library.products == 0
+    assert library.calls.count("product") == 0
     shifted = step("mxfp8", spread=3.0)
-    assert library.products == 3
+    assert library.calls.count("product") == 3
     # Columns that differ this much are changed by shifting.
     assert not torch.equal(shifted[0], with_route[0])
 
@@ -130,7 +85,7 @@ def test_quantized_weights_and_modules(library, format):
     assert layer.weight.format is Format.parse(format)
     x = values((3, 64), 5).requires_grad_()
     layer(x).sum().backward()
-    assert library.products == 3
+    assert library.calls.count("product") == 3
     assert bool(x.grad.isfinite().all())
 
 
@@ -138,7 +93,7 @@ def test_compiled_layers_take_the_same_route(library):
     layer, x = bfp.Linear(64, 32, recipe="mxfp8"), values((8, 64), 5)
     eager = layer(x)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
-    assert library.products == 2
+    assert library.calls.count("product") == 2
     assert torch.equal(eager, compiled)
 
 
@@ -146,7 +101,7 @@ def test_weights_in_rows_of_blocks_have_no_columnwise_codes(library):
     """Their dgrad multiplies values: in the forward codes are shifted, in the backward only wgrad's."""
     recipe = recipes.mxfp8().replace(weight=recipes.Cast("mxfp8_e4m3"))
     step(recipe)
-    assert library.products == 2
+    assert library.calls.count("product") == 2
 
 
 def test_an_infinity_in_an_operand_reaches_its_row(library):

@@ -10,8 +10,8 @@ import pytest
 import threaded
 import torch
 import torch.distributed.checkpoint as dcp
+from blockfp.torch_backend.distributed_internals import dtensor_like
 from blockfp.torch_backend.quantized_tensor.sharding import local_of, placed
-from blockfp.torch_backend.torch_internals import dtensor_like
 from blockfp.torch_backend.weights.state_dict import stored
 from held_formats import FORMATS
 from processes import LIMIT, environment

@@ -30,8 +30,8 @@ CALLS = ("open", "mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "stat
 """Functions of `os` that ask the file system, which Python's own libraries call by these names too."""
 
 
-def model_of(value, width=8):
-    model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+def model_of(value):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     for param in model.parameters():
         nn.init.constant_(param, value)
     return model

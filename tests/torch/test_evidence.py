@@ -13,6 +13,7 @@ import scipy.stats
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import evidence
+import evidence_tables
 import pretrain
 import pretrain_text
 
@@ -84,7 +85,7 @@ def test_a_list_of_runs_in_pieces(tmp_path, monkeypatch, in_this_process, capsys
         ("mxfp4_floor", 0, 2, 2),
     ]
     operands = found["operands"]
-    assert set(operands["mxfp4"]) == set(evidence.OPERANDS)
+    assert set(operands["mxfp4"]) == set(evidence_tables.OPERANDS)
     # Both rules round the same elements in most blocks, and ceil never cuts off.
     assert operands["mxfp4"]["gradient rowwise"] > operands["mxfp4_floor"]["gradient rowwise"]
 
@@ -130,7 +131,9 @@ def results_of(**losses):
 def test_verdicts_without_an_interval(fours, said):
     """Beside a spread of sqrt(0.02) = 0.1414 between seeds of bf16."""
     change = [a - b for a, b in zip(fours, [2.0, 2.1], strict=False)]
-    assert evidence.verdict(change, evidence.spread({0: {"held_out_loss": 1.9}, 1: {"held_out_loss": 2.1}})) == said
+    assert (
+        evidence_tables.verdict(change, evidence_tables.spread({0: {"held_out_loss": 1.9}, 1: {"held_out_loss": 2.1}})) == said
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,9 +149,12 @@ def test_verdicts_without_an_interval(fours, said):
 def test_verdicts_by_intervals(fours, said):
     """Student's, as scipy has it; a single run has the variance of those with several seeds."""
     results = results_of(bf16=[1.9, 2.1, 2.0], nvfp4=[2.0, 2.1, 2.11], nvfp4_4over6=fours)
-    table = evidence.table_of_order(results)
+    table = evidence_tables.table_of_order(results)
     (row,) = [row for row in table.splitlines() if row.startswith("| 4-over-6 better")]
-    change, found = np.subtract(fours, [2.0, 2.1, 2.11][: len(fours)]), evidence.interval(results, "nvfp4_4over6", "nvfp4")
+    change, found = (
+        np.subtract(fours, [2.0, 2.1, 2.11][: len(fours)]),
+        evidence_tables.interval(results, "nvfp4_4over6", "nvfp4"),
+    )
     assert row.split(" | ")[2] == f"{said}: {found}"
     assert row.endswith("| weight +1.50 |")
     # Of nvfp4 beside bf16, where there is one difference alone.
@@ -162,11 +168,11 @@ def test_single_runs_decide_nothing():
     results = results_of(bf16=[2.5, 2.0, 2.0], mxfp8=[2.01, 2.0, 2.02], nvfp4=[2.11, 2.1, 2.11], mxfp6=[0.5])
     for run in results["runs"]:
         run |= {"tokens_per_second": None, "mfu": None}
-    assert evidence.interval(results, "mxfp6", "bf16").decided
-    (row,) = [row for row in evidence.table_of_losses(results).splitlines() if row.startswith("| `mxfp6`")]
+    assert evidence_tables.interval(results, "mxfp6", "bf16").decided
+    (row,) = [row for row in evidence_tables.table_of_losses(results).splitlines() if row.startswith("| `mxfp6`")]
     assert row.split(" | ")[5] == "not decided"
-    found = evidence.interval(results, "nvfp4", "mxfp8")
-    assert evidence.table_of_pairs(results).splitlines()[2:] == [f"| `nvfp4` | `mxfp8` | {found} | higher |"]
+    found = evidence_tables.interval(results, "nvfp4", "mxfp8")
+    assert evidence_tables.table_of_pairs(results).splitlines()[2:] == [f"| `nvfp4` | `mxfp8` | {found} | higher |"]
 
 
 def test_intervals_know_the_rows():
@@ -176,13 +182,13 @@ def test_intervals_know_the_rows():
     results = results_of(bf16=[rows.mean()] * 2, nvfp4=[(rows + change).mean()] * 2)
     for run in results["runs"]:
         run["held_out_rows"] = (rows if run["recipe"] == "bf16" else rows + change).tolist()
-    found = evidence.interval(results, "nvfp4", "bf16")
+    found = evidence_tables.interval(results, "nvfp4", "bf16")
     assert found.mean == pytest.approx(change.mean())
     assert found.half == pytest.approx(12.706 * change.std(ddof=1) / 200**0.5, rel=1e-3)
     assert not found.decided
     for run in results["runs"]:
         run |= {"tokens_per_second": None, "mfu": None}
-    assert f"| {found} | not decided |" in evidence.table_of_losses(results)
+    assert f"| {found} | not decided |" in evidence_tables.table_of_losses(results)
     # Losses of rows scatter by 1, and their differences by a fiftieth of that.
     assert found.half < 12.706 / 200**0.5 / 40
 
@@ -221,7 +227,7 @@ def test_the_page_has_the_tables_of_its_results():
     """docs/evidence.md is what `evidence.py show RESULTS --page docs/evidence.md` writes."""
     page = PAGE.read_text()
     places = re.findall(r"<!-- evidence (\S+) (\w+) -->", page)
-    assert {table for _, table in places} == set(evidence.TABLES)
+    assert {table for _, table in places} == set(evidence_tables.TABLES)
     for name in {name for name, _ in places}:
         results = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
-        assert evidence.page_with(page, results, name) == page, name
+        assert evidence_tables.page_with(page, results, name) == page, name

@@ -47,9 +47,9 @@ def plain(gate, up, activation, layout):
     return run(gate) * up
 
 
-def results(layer, y, inputs, seed=5):
+def results(layer, y, inputs):
     wanted = [one for one in (*inputs, *layer.parameters()) if one is not None]
-    return [y, *torch.autograd.grad(y, wanted, values(y.shape, seed, y.dtype)), *(b.clone() for b in layer.buffers())]
+    return [y, *torch.autograd.grad(y, wanted, values(y.shape, 5, y.dtype)), *(b.clone() for b in layer.buffers())]
 
 
 def assert_equal(ours, theirs):

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from arrays import values
 from blockfp.torch_backend.ops.layer import linear_ops
-from blockfp.torch_backend.ops.product import blackwell_products, products
-from blockfp.torch_backend.ops.product.blackwell_products import BLACKWELL
+from blockfp.torch_backend.ops.product import gpu_products, products
+from blockfp.torch_backend.ops.product.gpu_products import BLACKWELL
 from blockfp.torch_backend.ops.product.matrix import Matrix
 from linear_reference import MIXED, Result, assert_close, expected, hold_linear, product, quantized
 from torch.distributed.device_mesh import init_device_mesh
@@ -198,13 +198,16 @@ def test_matrix_units_get_what_they_read(monkeypatch):
             rows, columns = codes.shape[0], codes.shape[1] * (2 if format.element.packed else 1)
             scales, tensor_scale = scales if isinstance(scales, list) else (scales, None)
             grid = (rows, -(-columns // format.block[1]))
-            compact = layout.deinterleave_scales(scales.view(torch.uint8), grid)
+            numbers = layout.interleave_scales(torch.arange(1, 1 + grid[0] * grid[1]).reshape(grid))
+            compact = torch.zeros(1 + grid[0] * grid[1], dtype=torch.uint8)
+            compact[numbers] = scales.view(torch.uint8)
+            compact = compact[1:].reshape(grid)
             parts = (codes.view(torch.uint8), compact, tensor_scale)
             return numerics.dequantize(*parts, format, "float32", columns=columns)
 
         return (back(a, scale_a, formats[0]) @ back(b.t(), scale_b, formats[1]).mT).to(output_dtype)
 
-    monkeypatch.setattr(blackwell_products.F, "scaled_mm", scaled_mm)
+    monkeypatch.setattr(gpu_products.F, "scaled_mm", scaled_mm)
     x, weight = values((130, 64), 0), values((48, 64), 1)
     for names, mode in ((("mxfp8_e4m3", "mxfp8_e5m2_32x32"), "mx"), (("nvfp4", "nvfp4_16x16"), "nvfp4")):
         # Rows of a square block are rows of a 1-D one once their scales are repeated.
@@ -213,7 +216,7 @@ def test_matrix_units_get_what_they_read(monkeypatch):
             products.Matrix(q.parts, q.format)
             for q in (bfp.quantize(values, name) for values, name in zip((x, weight), names, strict=True))
         ]
-        y = blackwell_products.BLACKWELL[mode](*operands, torch.ones(48), torch.float32)
+        y = gpu_products.BLACKWELL[mode](*operands, torch.ones(48), torch.float32)
         wanted = quantized(x, Cast(names[0])) @ quantized(weight, Cast(names[1])).mT + 1
         torch.testing.assert_close(y, wanted.float())
 

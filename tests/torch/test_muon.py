@@ -13,13 +13,13 @@ from blockfp.kernels import switch
 SHAPES = ((24, 64), (64, 24), (40, 40), (1, 50))
 
 
-def iterated(x, a=3.4445, b=-4.7750, c=2.0315, steps=5, eps=1e-7):
+def iterated(x, steps=5):
     """Jordan's iteration in float64."""
     wide = x if x.shape[0] <= x.shape[1] else x.T
-    wide = wide / max(wide.norm().item(), eps)
+    wide = wide / max(wide.norm().item(), 1e-7)
     for _ in range(steps):
         gram = wide @ wide.T
-        wide = a * wide + (b * gram + c * gram @ gram) @ wide
+        wide = 3.4445 * wide + (-4.7750 * gram + 2.0315 * gram @ gram) @ wide
     return wide if x.shape[0] <= x.shape[1] else wide.T
 
 

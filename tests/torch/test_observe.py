@@ -125,11 +125,11 @@ def made(recipe, **options):
         return bfp.convert(nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 64)), recipe, **options)
 
 
-def train(model, steps=STEPS, **options):
+def train(model, **options):
     """Yields behind each step what was found."""
     optimizer = bfp.AdamW(model.parameters(), lr=0.02)
     with bfp.observe(model, oscillations=True, **options) as observation:
-        for step in range(steps):
+        for step in range(STEPS):
             for p in model.parameters():
                 g = whole_gradient(p.shape, step)
                 on_mesh = hasattr(p, "device_mesh")

@@ -29,7 +29,7 @@ def gradient(shape, step):
     return values(shape, step % 2) * (-1) ** step
 
 
-def by_numpy(master, format, steps, lr, threshold=SETTINGS.threshold):
+def by_numpy(master, format, steps, lr):
     """Masters after each step, how many were reset, and the paths, from NumPy's functions and loops of plain Python."""
     master, first, second = master.astype(np.float32), np.float32(0), np.float32(0)
     quantized, paths, masters, resets = blockfp.quantize(master, format).dequantize(), None, [], 0
@@ -46,8 +46,8 @@ def by_numpy(master, format, steps, lr, threshold=SETTINGS.threshold):
         if place == 3:
             with np.errstate(divide="ignore", invalid="ignore"):
                 ratio = np.where(paths[0] > 0, paths[1] / paths[0], 0)
-            resets += int((ratio >= threshold).sum())
-            master = np.where(ratio >= threshold, quantized, master)
+            resets += int((ratio >= SETTINGS.threshold).sum())
+            master = np.where(ratio >= SETTINGS.threshold, quantized, master)
         masters.append(master)
     return masters, resets, paths
 

@@ -1,27 +1,22 @@
 """What casts ask of the CUDA library where MX operands come aligned, with its functions carried out by the definition."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from blockfp.torch_backend.ops import cuda
 from blockfp.torch_backend.ops.groups import cuda_groups
 from blockfp.torch_backend.ops.layer import gated_kernels
-from blockfp.torch_backend.ops.layer.activations import ROWS, activate
+from blockfp.torch_backend.ops.layer.activations import activate
 from blockfp.torch_backend.ops.quantize import cuda_layouts, cuda_reader
+from emulated_cuda import Library
 from same_tensors import assert_equal
 
 from blockfp.definition import alignment, groups, numerics
-from blockfp.formats import FORMATS, Format
-from blockfp.kernels.calls import aligned_parts, format_numbers
+from blockfp.formats import Format
+from blockfp.kernels.calls import aligned_parts
 from blockfp.kernels.operand_cast import OperandCast
 
 WANTED = ((True, False, (True, False)), (False, True, (False, True)), (True, True, (True, True)), (True, True, (True, False)))
 """Rows, columns, which of them are aligned."""
-
-
-def format_of(*numbers):
-    return next(f for f in FORMATS if format_numbers(f) == numbers)
 
 
 def aligned(q, format, columns):
@@ -30,56 +25,6 @@ def aligned(q, format, columns):
     codes, scales = (torch.zeros(shape) for shape, _ in aligned_parts((rows, columns)))
     codes[:, :columns], scales[:, :rows] = made.codes, made.scales.mT
     return [codes.to(torch.uint8), scales]
-
-
-def write(outputs, made):
-    for out, new in zip(outputs, made, strict=True):
-        assert (out.shape, out.dtype) == (new.shape, new.dtype)
-        assert out.is_contiguous()
-        out.copy_(new)
-
-
-class Library:
-    """As kernels/cuda/quantize/aligned_exports.cu, gated_exports.cu and group_exports.cu say."""
-
-    def __init__(self):
-        self.calls = []
-
-    def quantize(self, x, amax, recorded, keys, codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t, *rest):
-        format = format_of(*rest[:4])
-        write((codes, scales), numerics.quantize(x, format)[:2])
-        write((codes_t, scales_t), numerics.quantize(x.mT.contiguous(), format)[:2])
-        self.calls.append("quantize")
-
-    def quantize_aligned(self, x, recorded, codes, scales, codes_t, scales_t, stored_t, stored_scales_t, *numbers):
-        assert (recorded.shape, recorded.dtype) == ((1,), torch.int32)
-        assert x.stride(1) == 1
-        self.calls.append("matrix")
-        format, (rows, columns) = format_of(*numbers), x.shape
-        assert codes_t is None or stored_t is None
-        if codes is not None:
-            write((codes, scales), aligned(numerics.quantize(x, format), format, columns))
-        if codes_t is not None:
-            write((codes_t, scales_t), aligned(numerics.quantize(x.mT.contiguous(), format), format, rows))
-        if stored_t is not None:
-            write((stored_t, stored_scales_t), numerics.quantize(x.mT.contiguous(), format)[:2])
-
-    def quantize_gated_aligned(self, gate, up, recorded, codes, scales, codes_t, scales_t, activation, *numbers):
-        made = activate(gate, up, next(name for name, row in ROWS.items() if row.number == activation))
-        self.quantize_aligned(made, recorded, codes, scales, codes_t, scales_t, None, None, *numbers)
-        self.calls[-1] = "activation"
-
-    def quantize_groups_aligned(self, x, words, overflows, *arguments):
-        # One group, which is as long as x, and a multiple of 128.
-        *parts, count, element, rows, columns, rule = arguments
-        assert (overflows.shape, overflows.dtype, count, words) == ((1,), torch.int32, 1, None)
-        self.quantize_aligned(x, overflows, *parts, element, rows, columns, rule)
-        self.calls[-1] = "groups"
-
-    def align(self, codes, scales, out, out_scales, element, block_rows, columns, transposed):
-        format = next(f for f in FORMATS if f.scale.e8m0 and format_numbers(f)[:2] == (element, block_rows))
-        write((out, out_scales), aligned(SimpleNamespace(codes=codes, scales=scales), format, columns))
-        self.calls.append("align")
 
 
 @pytest.fixture
@@ -110,7 +55,7 @@ def test_one_call_makes_all_directions(library, name, row, column, shifts):
     format, x = Format.parse(name), torch.randn(40, 200).bfloat16()
     run = cuda_reader.reader(x, OperandCast(format if row else None, format if column else None, aligned=shifts))
     assert_equal(run(x, None, None, None), wanted_parts(x, format, row, column, shifts))
-    assert library.calls == ["matrix"]
+    assert library.calls == ["quantize_aligned"]
 
 
 @pytest.mark.parametrize(("row", "column", "shifts"), WANTED[:3])
@@ -121,7 +66,7 @@ def test_of_an_activation(library, row, column, shifts, alone):
     run = gated_kernels.plan_of(gate, up, "silu", "apart", OperandCast(*formats, aligned=shifts))
     made = activate(gate, up, "silu")
     assert_equal(run((gate, up), None, None), wanted_parts(made, format, row, column, shifts))
-    assert library.calls == ["activation"]
+    assert library.calls == ["quantize_gated_aligned"]
 
 
 @pytest.mark.parametrize(("row", "column", "shifts"), WANTED)
@@ -129,9 +74,9 @@ def test_of_groups(library, row, column, shifts):
     format, x = Format.parse("mxfp8_e4m3"), torch.randn(256, 40).bfloat16()
     assert groups.columns_for(256, 1) == 256
     cast = OperandCast(format if row else None, format if column else None, aligned=shifts)
-    found = cuda_groups.quantize_groups(x, None, 1, cast)
+    found = cuda_groups.quantize_groups(x, torch.tensor([256], dtype=torch.int32), 1, cast)
     assert_equal([*(found.row or []), *(found.column or [])], wanted_parts(x, format, row, column, shifts))
-    assert library.calls == ["groups"]
+    assert library.calls == ["quantize_groups_aligned"]
 
 
 def test_columns_alone_beside_stored_rows_take_a_pass_of_their_own(library):

@@ -35,16 +35,16 @@ def loss(model, batch):
     return (model(batch) - 1).square().mean()
 
 
-def made(seed=0):
-    torch.manual_seed(seed)
+def made():
+    torch.manual_seed(0)
     model = Model()
     with torch.no_grad():
         model.down.weight[0, 0] = 30.0  # what 16 x 16 and 32 x 32 blocks don't like
     return model
 
 
-def batches(count=2):
-    return [values((24, 64), i) for i in range(count)]
+def batches():
+    return [values((24, 64), i) for i in range(2)]
 
 
 def paths(model):

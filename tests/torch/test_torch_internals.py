@@ -1,4 +1,4 @@
-"""PyTorch's private names stand in `torch_internals` alone, and each says there what it is for."""
+"""PyTorch's private names stand in two files alone, and each says there what it is for."""
 
 import ast
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 import blockfp
 
 BACKEND = Path(blockfp.__file__).parent / "torch_backend"
+INTERNALS = ("torch_internals.py", "distributed_internals.py")
 OF_TENSORS = {"_local_tensor", "_spec", "_schema", "_can_decompose", "_module_info", "_param_fqn", "_base", "_version"}
 
 
@@ -44,17 +45,18 @@ def test_a_private_name_is_found(line):
     assert private(line)
 
 
-def test_private_names_stand_in_one_file():
+def test_private_names_stand_in_these_files():
     files = sorted(BACKEND.rglob("*.py"))
     assert len(files) > 50
     found = {str(file.relative_to(BACKEND)): private(file.read_text()) for file in files}
-    assert found.pop("torch_internals.py")
+    assert all(found.pop(name) for name in INTERNALS)
     assert not {file: names for file, names in found.items() if names}
 
 
-def test_each_says_what_it_is_for():
+@pytest.mark.parametrize("name", INTERNALS)
+def test_each_says_what_it_is_for(name):
     """Functions have a docstring, assigned names a string below them, imported names a line in the comment below."""
-    source = (BACKEND / "torch_internals.py").read_text()
+    source = (BACKEND / name).read_text()
     body = ast.parse(source).body
     for node, after in zip(body, [*body[1:], None], strict=True):
         if isinstance(node, ast.FunctionDef):

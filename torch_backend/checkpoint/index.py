@@ -32,7 +32,7 @@ from blockfp.errors import BadCheckpoint
 from blockfp.files import manifest, untrusted
 from blockfp.files.manifest import Files
 
-from ..torch_internals import stored_at
+from ..distributed_internals import stored_at
 
 INDEX = ".metadata"
 """File name of DCP's index."""

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from blockfp.sharding.placement import Shard, from_dtensor
 
+from ..distributed_internals import unregistered_gloo
 from ..quantized_tensor.sharding import as_dtensor
 from ..torch_internals import functional_collectives as collectives
-from ..torch_internals import unregistered_gloo
 
 
 def rank_and_world(group: dist.ProcessGroup | None) -> tuple[int, int]:

@@ -39,10 +39,9 @@ from ..weights.module_state import InParts, state_names
 from ..weights.state_dict import gathered, stored_parts
 from . import ranks
 from .conversion import Apart, split, split_weight, turned
-from .kv_scales import KVScales, kv_entries
+from .for_servers import KVScales, codes_of_values, kv_entries
 from .ranks import Key, Rows, gather_rows, rows_of
 from .training_state import full_tensor
-from .weight_codes import codes_of_values
 
 _HASHING = 8
 """Hashing threads. One hashes 1 to 2 GB/s."""

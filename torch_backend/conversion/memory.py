@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from ..distributed_internals import reshard
 from ..linear.scale_watch import RecipeLayer
 from ..modules.model_names import state_of
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import QuantizedTensor
-from ..torch_internals import FakeTensor, reshard
+from ..torch_internals import FakeTensor
 
 
 class MemoryRow(NamedTuple):

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from blockfp.recipes import Recipe
 
+from ..distributed_internals import ddp_models
 from ..quantized_tensor import sharding
-from ..torch_internals import ddp_models
 from .joint import Joint
 
 

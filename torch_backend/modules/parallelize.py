@@ -14,10 +14,9 @@ from blockfp.formats import Format, FormatName
 
 from ..linear.tensor_parallel.parallel import Style
 from ..quantized_tensor.sharding import mesh_of
-from .blocks import LayerNormLinear, LayerNormMLP, TransformerLayer
+from .blocks import LayerNormLinear, LayerNormMLP, MultiheadAttention, TransformerLayer
 from .cutting import Cutter
 from .experts import Experts
-from .multihead_attention import MultiheadAttention
 from .quantized_layer import QuantizedLayer
 from .shared_products import SHARED_NORMS
 

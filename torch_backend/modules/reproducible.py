@@ -14,9 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from blockfp.definition.rounding import threefry2x32
 
+from ..distributed_internals import fsdp_params, fsdp_params_of, fsdp_reduce_scatters
 from ..quantized_tensor import agreement, sharding
 from ..sharded.reduce_scatter import TreeSum, tree_sum
-from ..torch_internals import foreach_copy_, fsdp_params, fsdp_params_of, fsdp_reduce_scatters
+from ..torch_internals import foreach_copy_
 from ..torch_internals import functional_collectives as collectives
 from .experts import Experts
 from .shared_products import SharedNorm

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Callable
+from functools import wraps
 from itertools import chain
 from typing import Any, Self
 
@@ -16,15 +17,15 @@ from blockfp import recipes
 from blockfp.files.names import LAYER_BUFFERS
 from blockfp.recipes import Compute, Recipe, RecipeName
 
+from ..distributed_internals import local_tensor
 from ..linear.delayed import update_layers
 from ..linear.joint import part_all
 from ..linear.linear import LinearState
-from ..linear.pipelines import keep_state
 from ..linear.scale_watch import RecipeLayer, note_sharded, unwatch, watch
 from ..linear.tensor_parallel.parallel import Parallel
 from ..quantized_tensor import agreement, sharding
 from ..quantized_tensor.quantize import copied_key, data_rank, random_key
-from ..torch_internals import local_tensor, mark_static_address
+from ..torch_internals import mark_static_address
 from ..weights.cast_weight import CastWeight
 
 
@@ -269,3 +270,43 @@ def _keyed(module: nn.Module) -> dict[RecipeLayer, Tensor]:
     layers = (layer for layer in module.modules() if isinstance(layer, RecipeLayer))
     found = {layer: layer._buffers.get("rng_key") for layer in layers}
     return {layer: key for layer, key in found.items() if type(key) is Tensor and not key.is_meta}
+
+
+# ---- pipelines
+
+_METHOD = "_initialize_pp_stages"
+
+
+def keep_state() -> None:
+    """Patches schedules to restore layers' state after inferring shapes; called when a stateful layer is made.
+
+    To learn the shapes that stages exchange, torch's schedules (2.13) run every stage once, forward and backward, on
+    uninitialized memory. They restore torch's random states, but not layers' buffers. No public hook exists;
+    `tests/torch/test_parallel_gloo.py` fails if torch changes the method.
+    """
+    if not torch.distributed.is_available():
+        return
+    from torch.distributed.pipelining import schedules
+
+    schedule: Any = schedules._PipelineSchedule
+    infer = getattr(schedule, _METHOD, None)
+    if infer is None or hasattr(infer, "keeps_state"):
+        return
+
+    @wraps(infer)
+    def infer_and_put_back(self: Any, stages: Any, *args: Any, **kwargs: Any) -> Any:
+        before = [(tensor, tensor.clone()) for stage in stages for tensor in _state(stage.submod)]
+        try:
+            return infer(self, stages, *args, **kwargs)
+        finally:
+            for tensor, value in before:
+                tensor.copy_(value)
+
+    infer_and_put_back.keeps_state = True  # pyright: ignore[reportAttributeAccessIssue]
+    setattr(schedule, _METHOD, infer_and_put_back)
+
+
+def _state(model: nn.Module) -> list[Tensor]:
+    names = (*chain(*LAYER_BUFFERS), "observed")
+    found = [getattr(module, name) for module in model.modules() if isinstance(module, RecipeLayer) for name in names]
+    return [tensor for tensor in found if tensor is not None]

@@ -15,6 +15,7 @@ from blockfp.formats import Format
 from blockfp.recipes import ByPath, Recipe, RecipeName
 
 from ..conversion.kinds import quantized_names
+from ..distributed_internals import fsdp_params_of, renew_ddp_buffers, reshard
 from ..modules import model_names
 from ..modules.experts import Experts
 from ..modules.model_names import optimizers_in, state_of
@@ -22,7 +23,6 @@ from ..modules.quantized_layer import QuantizedLayer
 from ..modules.stateful_layer import StatefulLayer
 from ..quantized_tensor import agreement, sharding
 from ..quantized_tensor.tensor import QuantizedTensor
-from ..torch_internals import fsdp_params_of, renew_ddp_buffers, reshard
 from ..weights.cast_weight import CastWeight
 from ..weights.requantize import check_writable, requantize_
 from .local_parameter import LocalParameter

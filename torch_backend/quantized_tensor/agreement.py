@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from blockfp.recipes import Recipe
 
+from ..distributed_internals import fsdp_name, fsdp_param, fsdp_places, gathered_together, renew_fsdp_param
 from ..ops.collectives import max_reduce
-from ..torch_internals import frame_above, fsdp_name, fsdp_param, fsdp_places, gathered_together, renew_fsdp_param
+from ..torch_internals import frame_above
 from .sharding import local_of, mesh_of
 
 _agreed: WeakSet[Any] = WeakSet()

@@ -11,9 +11,10 @@ from blockfp.definition import checks
 from blockfp.definition.rounding import Key, fold_in, key_words
 from blockfp.formats import Format, FormatName
 
+from ..distributed_internals import ddp_model
 from ..ops import dequantize_plans
 from ..ops.quantize.key_ops import signed
-from ..torch_internals import ddp_model, jit_traces
+from ..torch_internals import jit_traces
 from . import sharding
 from .refusals import jit_refusal
 from .tensor import QuantizedTensor

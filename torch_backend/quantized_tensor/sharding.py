@@ -15,8 +15,9 @@ from torch import Tensor
 
 from blockfp.sharding.placement import Mesh, Placement, Region, Replicate, Sharding, from_dtensor
 
+from ..distributed_internals import dtensor_like, local_tensor
 from ..ops.dtensors import when_imported
-from ..torch_internals import dtensor_like, functional_collectives, local_tensor
+from ..torch_internals import functional_collectives
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -8,7 +8,7 @@
       v
     FSDP2's output [..]                   rounded once to its dtype
 
-FSDP2 passes only the buffer; its calling frame tells which gradients are in it (`torch_internals.reduced_together`).
+FSDP2 passes only the buffer; its calling frame tells which gradients are in it (`distributed_internals.reduced_together`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from blockfp.formats import Format, FormatName
 from blockfp.kernels import switch
 from blockfp.sharding.reducing import SentPart, check_reduce_format, sent_layout, term_keys
 
+from ..distributed_internals import Reduced, fsdp_name, fsdp_params, fsdp_places, reduced_together, shard_dim
 from ..ops.dequantize_plans import dequantize_parts
 from ..ops.kernels import kernels_for
-from ..torch_internals import Reduced, frame_above, fsdp_name, fsdp_params, fsdp_places, reduced_together, shard_dim
+from ..torch_internals import frame_above
 from ..torch_internals import functional_collectives as collectives
 
 _AT_ONCE = 64

@@ -151,17 +151,7 @@ class CastWeight(Wrapper):
         (parts,) = quantize_weights([WeightShard(self.values, step, groups, name_of(self.dtype))])
         return fsdp.send(gather, *parts)
 
-    def fsdp_post_all_gather(
-        self,
-        gathered: tuple[Tensor, ...],
-        metadata: fsdp.GatherMetadata,
-        dtype: torch.dtype,
-        *,
-        out: Tensor | None = None,
-    ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
-        """Returns the whole weight, a `QuantizedTensor` with `dtype` as its nominal dtype (`fsdp.receive`)."""
-        received = fsdp.receive(gathered, metadata, dtype, out)
-        return None if received is None else (QuantizedTensor(*received.arguments), received.derived)
+    fsdp_post_all_gather = QuantizedTensor.fsdp_post_all_gather
 
     def __repr__(self, *, tensor_contents=None) -> str:
         return f"CastWeight({self.format}, {self.values!r})"

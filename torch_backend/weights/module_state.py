@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from blockfp.files.names import FORMAT, LAYER_BUFFERS, SUFFIXES
 from blockfp.formats import FORMATS
 
+from ..distributed_internals import holder_of
 from ..quantized_tensor import sharding
 from ..quantized_tensor.sharding import placed
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
-from ..torch_internals import holder_of
 from .cast_weight import CastWeight
 from .loading import load_high_precision_
 from .state_dict import REMEDY, check_format, empty_entry, format_of, load_parts_, stored, stored_parts, take_parts

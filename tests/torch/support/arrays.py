@@ -37,11 +37,11 @@ def tensors_of(q):
     return [part for part in (q.codes, q.scales, q.tensor_scale) if part is not None]
 
 
-def with_scales(model, scale=1.0):
+def with_scales(model):
     """Gives the layers of a model scales of delayed scaling, as after a first step, and returns it."""
     state = model.state_dict()
     scales = [name for name in state if name.endswith(("input_scale", "gradient_scale"))]
-    model.load_state_dict({name: torch.full_like(state[name], scale) for name in scales}, strict=False)
+    model.load_state_dict({name: torch.full_like(state[name], 1.0) for name in scales}, strict=False)
     return model
 
 

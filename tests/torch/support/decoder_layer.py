@@ -43,10 +43,10 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-def decoder_layer(recipe, *, shares=True, dtype=torch.bfloat16, device=None, **options):
+def decoder_layer(recipe, *, shares=True, device=None, **options):
     """Returns a converted layer; without `shares` nothing is known of its classes."""
     fuse = {
         Attention: bfp.SharedInput("q_proj", "k_proj", "v_proj"),
         MLP: bfp.MLPParts(gate="gate_proj", up="up_proj", down="down_proj", activation="act_fn"),
     }
-    return bfp.convert(DecoderLayer().to(device, dtype), recipe, fuse=fuse if shares else None, **options)
+    return bfp.convert(DecoderLayer().to(device, torch.bfloat16), recipe, fuse=fuse if shares else None, **options)

@@ -12,11 +12,26 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 import standin
 
+FUNCTIONS = {each.__name__: each for each in (*emulated_kernels.FUNCTIONS, *emulated_groups.FUNCTIONS)}
+
+
+class Library:
+    """The functions, where a test replaces the library of one module; `calls` has the names of those called."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            self.calls.append(name)
+            return FUNCTIONS[name](*arguments)
+
+        return call
+
 
 def launches(**replaced):
     """Lets CPU tensors take the CUDA path until the block ends, with the results of a GPU; `replaced` functions by name."""
-    functions = {each.__name__: each for each in (*emulated_kernels.FUNCTIONS, *emulated_groups.FUNCTIONS)} | replaced
-    return standin.launches(functions | _of_the_optimizer(), [(torch.mm, _mm)])
+    return standin.launches(FUNCTIONS | replaced | _of_the_optimizer(), [(torch.mm, _mm)])
 
 
 _own_mm = torch.mm

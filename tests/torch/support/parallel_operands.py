@@ -117,10 +117,10 @@ def part(x, axis, rank, ranks=RANKS):
     return x if axis is None else x.chunk(ranks, axis)[rank].clone()
 
 
-def one_process(shape, recipe, seen, batch=0, dtype=torch.float32):
+def one_process(shape, recipe, seen, batch=0):
     """Results and operands of one process, products in the order forward, dgrad, wgrad."""
     seen.clear()
-    x, w, b, g = tensors(shape, batch, dtype)
+    x, w, b, g = tensors(shape, batch, torch.float32)
     weight = w if recipe.weight.format is None else bfp.quantize(w, recipe.weight.format)
     state = state_of(batch)
     results = trained(x, weight, b, g, recipe, state)

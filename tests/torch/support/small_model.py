@@ -54,13 +54,13 @@ class Side(nn.Module):
         return total
 
 
-def weights_for(shapes, step=0, dtype=torch.float32):
+def weights_for(shapes, step=0):
     """High-precision weights, others at each step: what an optimizer might have made of them."""
     weights = []
     for i, shape in enumerate(shapes):
         generator = torch.Generator().manual_seed(100 * step + i)
         scale = torch.exp2(torch.randint(-8, 9, shape, generator=generator).float())
-        weights.append((torch.randn(shape, generator=generator) * scale).to(dtype))
+        weights.append(torch.randn(shape, generator=generator) * scale)
     return weights
 
 

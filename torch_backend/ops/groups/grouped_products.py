@@ -22,7 +22,7 @@ from blockfp.kernels.routes import HOPPER, Mode, exact_in_bfloat16, group_mode, 
 
 from .. import cuda
 from ..dequantize_plans import dequantize_parts
-from ..product.library_products import on_codes
+from ..product.gpu_products import on_codes
 from ..product.products import Matrix
 from ..quantize import cuda_layouts
 from . import cuda_groups

@@ -17,7 +17,7 @@ from blockfp.kernels.routes import Route
 from ...torch_internals import assume_constant_result
 from ..kernels import kernels_for, transpose
 from ..library import name_of
-from .library_products import on_values
+from .gpu_products import on_values
 from .matrix import Matrix
 
 Product = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor | None], Tensor]

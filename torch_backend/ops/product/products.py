@@ -37,8 +37,7 @@ from ..dequantize_plans import plan_of
 from ..library import define, fake, impl, maker
 from ..quantize import cuda_layouts
 from . import ordered_products
-from .blackwell_products import BLACKWELL
-from .library_products import on_codes
+from .gpu_products import BLACKWELL, on_codes
 from .matrix import Matrix
 
 product = define(

@@ -1,4 +1,4 @@
-"""Codes and scales laid out as the products of a GPU read them: MX with a scale for 128 elements; turned, interleaved."""
+"""Codes and scales laid out as the products of a GPU read them: MX with a scale for 128 elements, and turned."""
 
 from __future__ import annotations
 
@@ -87,16 +87,4 @@ def transpose_words(x: Array) -> Array:
     """[columns, rows] of x [rows, columns] with four bytes an element: fp32 scales, as some matrix units want them."""
     out = x.new_empty((x.shape[1], x.shape[0]))
     library().transpose(x.contiguous(), out, 32, *x.shape)
-    return out
-
-
-def interleave_scales(scales: Array, *, rows: int | None = None, repeat: int = 1) -> Array:
-    """One-byte scales [.., m, n] padded and in tensor-core order; see `layout.interleave_scales`.
-
-    The operand has `rows` rows, m by default; `repeat` of them share a row of scales (16 for 16x16 blocks).
-    """
-    m, n = scales.shape[-2:]
-    lines = m if rows is None else rows
-    out = scales.new_empty((*scales.shape[:-2], -(-lines // 128) * -(-n // 4) * 512))
-    library().interleave(scales.contiguous(), out, lines, repeat)
     return out

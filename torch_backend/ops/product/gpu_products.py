@@ -1,4 +1,4 @@
-"""Products that the CUDA library carries out on a device: of codes, or of bfloat16 by its own kernel."""
+"""Products on a GPU: the CUDA library's, of codes or of bfloat16, and those of MX and NVFP4 operands on Blackwell, by torch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType
 
+from blockfp.definition import layout
 from blockfp.formats import Format
 from blockfp.kernels import cuda_library, switch
 from blockfp.kernels.products import Plan, plan, plan_values
 
-from ..library import maker, name_of
+from ..library import maker, name_of, view_codes, view_scales
+from .matrix import Matrix
 
 Multiply = Callable[..., Tensor]
 """A function of both operands' parts, a bias or None, the groups' ends, and the output, which single products allocate; it
@@ -86,3 +90,44 @@ def _carried_out(planned: Plan, device: torch.device, dtype: torch.dtype, shape:
         return out if bias is None or adds_bias else (out + bias).to(dtype)
 
     return run
+
+
+# ---- Blackwell
+
+
+def _elements(a: Matrix, b: Matrix) -> tuple[list[Tensor], list[Format]]:
+    formats = [x.format for x in (a, b) if x.format is not None]
+    return [view_codes(x.parts[0], f) for x, f in zip((a, b), formats, strict=True)], formats
+
+
+def _interleaved(x: Matrix) -> Tensor:
+    """Returns one scale for each row and block along k, in the matrix units' order."""
+    assert x.format is not None
+    assert x.format.block is not None
+    codes, scales = x.parts[:2]
+    if x.format.block[0] > 1:
+        scales = layout.repeat_scales(scales, x.format.block[0], codes.shape[0])
+    return layout.interleave_scales(scales)
+
+
+def _mx(a: Matrix, b: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    codes, formats = _elements(a, b)
+    scales = [view_scales(_interleaved(x), f) for x, f in zip((a, b), formats, strict=True)]
+    kind, swizzle = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
+    sums = dtype if bias is None else torch.float32
+    out = F.scaled_mm(codes[0], codes[1].t(), scales[0], kind, scales[1], kind, swizzle, swizzle, output_dtype=sums)
+    return out if bias is None else (out + bias).to(dtype)
+
+
+def _nvfp4(a: Matrix, b: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    codes, formats = _elements(a, b)
+    scales = [[view_scales(_interleaved(x), f), x.factor] for x, f in zip((a, b), formats, strict=True)]
+    kinds = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+    swizzles = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
+    sums = dtype if bias is None else torch.float32
+    out = F.scaled_mm(codes[0], codes[1].t(), scales[0], kinds, scales[1], kinds, swizzles, swizzles, output_dtype=sums)
+    return out if bias is None else (out + bias).to(dtype)
+
+
+BLACKWELL = {"mx": _mx, "nvfp4": _nvfp4}
+"""Products by route mode: (a, b, bias, dtype) -> a @ b^T + bias."""
