@@ -15,12 +15,15 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from blockfp.jax_backend.implementations import choice
+from blockfp.jax_backend.implementations import activations, choice, cuda
+from blockfp.jax_backend.implementations.backend import marked
 from blockfp.jax_backend.implementations.pallas import arrays
 from blockfp.jax_backend.linear import grouped_codes, tiles
 
 from blockfp.definition import groups, numerics
 from blockfp.formats import Format
+from blockfp.kernels.calls import ACTIVATIONS
+from blockfp.kernels.operand_cast import OperandCast
 from blockfp.recipes import Cast
 
 GROUPS = 8
@@ -29,6 +32,7 @@ ROW = ("mxfp8_e4m3", "mxfp8_e4m3_floor", "mxfp8_e5m2", "mxint8", "fp8_e4m3_1x128
        "fp8_e4m3_128x128_fp32", "mxfp8_e4m3_32x32", "nvfp4", "nvfp4_16x16")  # fmt: skip
 COLUMN = ("mxfp8_e4m3", "mxint8", "fp8_e4m3_1x128", "fp8_e4m3_1x128_fp32")
 FFI = ("mxfp8_e4m3", "fp8_e4m3_1x128", "mxfp8_e4m3_32x32", "nvfp4")
+MADE = ("fp8_e4m3", "fp8_e4m3_1x128", "mxfp8_e4m3")
 DEQUANTIZE = (
     "fp8_e4m3",
     "mxfp8_e4m3",
@@ -81,6 +85,12 @@ def cases(shape: tuple[int, int], x: jax.Array):
     for format in map(Format.parse, DEQUANTIZE):
         q = jax.jit(partial(numerics.quantize, format=format))(x)
         yield str(format), "dequantize", partial(_dequantize, format, columns=shape[1]), (q,), None
+    up = jax.random.normal(jax.random.key(1), shape, jnp.bfloat16)
+    for format in map(Format.parse, MADE):
+        for by in ("", ", ffi", ", XLA and a cast"):
+            if by == ", ffi" and (choice.missing("ffi") is not None or not OperandCast(format, format).of_made(*shape)):
+                continue
+            yield f"{format} of silu * up{by}", "row + column", partial(_made, format, by), (x, up), None
     if choice.missing("ffi") is None:
         for format in map(Format.parse, FFI):
             whole = one if format.scale.two_level else None
@@ -116,6 +126,16 @@ def _cast(x, multiplier, *, directions):
 def _ffi(format, x, amax=None, *, both):
     library = choice.choose("ffi", "quantize", format=format)
     return (library.quantize_both if both else library.quantize)(x, None, amax, format=format)
+
+
+def _made(format, by, gate, up):
+    """Casts silu(gate) * up in both directions, by one Pallas kernel or as `by` says, with scales marked by an Inf."""
+    if by == ", ffi":
+        return cuda.quantize_made((gate, up), OperandCast(format, format), None, "quantize_gated", ACTIVATIONS["silu"])
+    if by:
+        cast = marked(partial(arrays.columnwise_quantize, format=format, rows=True))
+        return cast(activations.activated(gate, up, "silu"))
+    return arrays.quantize_made(gate, up, "silu", format, rows=True, columns=True)
 
 
 def _grouped(format, x, *, directions):
