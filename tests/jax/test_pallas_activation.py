@@ -177,6 +177,23 @@ def test_kernels_are_compared_with_xla(monkeypatch):
         assert agreement._differing(Making("silu", "bfloat16", True)) == (float(np.uint16(227).view(jnp.bfloat16)),)
 
 
+def test_kernels_are_compared_inside_any_trace(monkeypatch):
+    """A layer asks while it is traced, on meshes and in modes that aren't the comparison's."""
+    monkeypatch.setattr(rowwise, "made", lambda x: activations.activated(x.gate, x.up, x.activation))
+    found = []
+
+    def body(x):
+        found.append(agreement.differing.__wrapped__(Making("silu", "bfloat16", True)))
+        return x
+
+    mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("x")
+    mapped = jax.shard_map(jax.vmap(jax.grad(lambda x: body(x) * 2)), mesh=mesh, in_specs=spec, out_specs=spec)
+    with jax.debug_nans(True), jax.transfer_guard("disallow"), jax.checking_leaks():
+        jax.jit(mapped).trace(jax.ShapeDtypeStruct((8,), jnp.float32))
+    assert found == [()]
+
+
 @interpreted
 @pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
 def test_a_layer(recipe, pallas_alone, monkeypatch):
