@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from blockfp.jax_backend.implementations import activations, choice
+from blockfp.jax_backend.implementations import choice
 from blockfp.jax_backend.implementations.activations import FUNCTIONS, Making
 from same_bits import assert_same_bits
 from samples import all_patterns
@@ -51,23 +51,11 @@ def hold_casts(gate, up, activation, format):
 
 
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize(("activation", "dtype"), [("silu", "bfloat16"), ("relu2", "bfloat16"), ("relu2", "float16")])
-def test_activations_have_xlas_bits(activation, dtype, gated):
-    """Over all gates. Where this fails, as it may for the others, layers go on unfused, and are right."""
-    assert agreement.differing(Making(activation, dtype, gated)) == ()
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("activation", FUNCTIONS)
-def test_activations_are_near_xlas(activation, dtype):
-    """At all gates, within one unit in the last place; where tanh nears -1 within what it loses there."""
-    gate, info = all_patterns(dtype), jnp.finfo(dtype)
-    made = made_by_kernel(gate, None, activation), jax.jit(activations.activated, static_argnums=2)(gate, None, activation)
-    found, wanted = (np.asarray(one, np.float32) for one in made)
-    with np.errstate(all="ignore"):
-        slack = 2e-7 * np.abs(gate.astype(np.float32)) if activation == "gelu_tanh" else 0.0
-        near = np.abs(found - wanted) <= float(info.eps) * np.abs(wanted) + float(info.smallest_subnormal) + slack
-    assert (near | (found == wanted) | (np.isnan(found) & np.isnan(wanted))).all()
+def test_activations_have_xlas_bits(activation, dtype, gated):
+    """Over all gates. Where this fails layers go on unfused, and are right."""
+    assert agreement.differing(Making(activation, dtype, gated)) == ()
 
 
 @pytest.mark.parametrize("name", FEW)

@@ -133,7 +133,7 @@ def test_functions_are_near_those_of_float64():
             found = jax.jit(rowwise.made)(source.Source(gate.reshape(-1, 32), None, name))
         found = np.asarray(found, np.float32).ravel()
         ordinary = (np.abs(wanted) < 3e38) & (np.abs(wanted) > 1e-30)
-        # Below zero tanh loses what 1 takes from it.
+        # Below zero 1 + tanh loses what tanh rounds.
         slack = 1e-7 * np.abs(x) if name == "gelu_tanh" else 0
         with np.errstate(invalid="ignore"):
             error = np.abs(found - wanted)

@@ -150,9 +150,15 @@ def _fetch(x: Source, parts: list[Any], tiles: list[Any], staged: list[Any], bar
     """Returns (the tile of what is quantized, the tiles for codes): fetches parts of the arrays of x, and makes it of them."""
     mosaic.fetch(zip(parts, tiles, strict=True), barriers[0])
     if x.activation:
-        for i in range(0, tiles[0].shape[0], 64):
-            rows = mosaic.slice_of(i, 64)
-            tiles[0][rows] = x.made([mosaic.load_rows(tile, rows) for tile in tiles])
+        height, width = tiles[0].shape
+
+        def make(i: Any, carry: None) -> None:
+            rows = mosaic.slice_of(i * 64, 64)
+            for k in range(0, width, 64):
+                part = rows, mosaic.slice_of(k, 64)
+                tiles[0][part] = x.made([mosaic.load_rows(tile, part) for tile in tiles])
+
+        lax.fori_loop(0, height // 64, make, None)
         mosaic.commit()
     return tiles[0], staged
 

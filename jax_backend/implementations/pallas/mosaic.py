@@ -97,9 +97,9 @@ def store(ref: Ref, index: Any, value: jax.Array) -> None:
         _store(ref.at[index], value, optimized=False)
 
 
-def load_rows(ref: Ref, rows: Any) -> jax.Array:
-    """Loads rows of a matrix in shared memory, all columns."""
-    return _load(ref.at[rows], layout=WGMMA)
+def load_rows(ref: Ref, index: Any) -> jax.Array:
+    """Loads rows of a matrix in shared memory: all columns, or those that `index` has beside the rows."""
+    return _load(ref.at[index], layout=WGMMA)
 
 
 def load_transposed(ref: Ref, rows: Any) -> jax.Array:
