@@ -194,6 +194,27 @@ def test_kernels_are_compared_inside_any_trace(monkeypatch):
     assert found == [()]
 
 
+def test_inside_shard_map(pallas_alone, monkeypatch):
+    """Results vary over the mesh as those of the definition, which JAX lowers beside the kernel."""
+    monkeypatch.setattr(products, "capability", lambda: (9, 0))
+    mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    cut = jax.sharding.PartitionSpec("fsdp")
+    w = bfp.shard_params(bfp.quantize_params(jnp.ones((64, 128), jnp.bfloat16), "mxfp8"), mesh, cut)
+
+    def body(w, gate, up):
+        def loss(w, gate, up):
+            y = bfp.linear(gate, w, recipe="mxfp8", up=up, activation="relu2", data_axes=("fsdp",))
+            return y.astype(jnp.float32).sum()
+
+        return bfp.grad(loss, (0, 1, 2))(w, gate, up)
+
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=(bfp.partition_specs(w), cut, cut), out_specs=(cut, cut, cut))
+    gate, up = (jnp.ones((1024, 128), jnp.bfloat16) for _ in range(2))
+    program = str(jax.jit(mapped).trace(w, gate, up).jaxpr)
+    both = arrays.refusal("quantize_both", Format.parse("mxfp8_e4m3")) is None
+    assert ("blockfp_relu2_mxfp8_e4m3_both" in program) == both
+
+
 @interpreted
 @pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
 def test_a_layer(recipe, pallas_alone, monkeypatch):
