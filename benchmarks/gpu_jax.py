@@ -1,10 +1,13 @@
 """Times Pallas kernels, and the CUDA library called from JAX, relative to a copy on one GPU, after comparing part of the bits.
 
-Each input byte read and each output byte written counts once. Run: python benchmarks/gpu_jax.py [result.json]
+Each input byte read and each output byte written counts once.
+
+    python benchmarks/gpu_jax.py [result.json] [--only WORD]    # kernels whose names contain it, such as silu
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -194,6 +197,10 @@ def check(result, expected) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("json", nargs="?")
+    parser.add_argument("--only", default="")
+    options = parser.parse_args()
     device = jax.devices()[0]
     results, beside = [], []
     for shape in SHAPES:
@@ -207,6 +214,8 @@ def main() -> None:
         copies.append(rate_of_copy())
         rows = []
         for kernel, direction, function, arguments, expected in cases(shape, x):
+            if options.only not in kernel:
+                continue
             run = jax.jit(function)
             try:
                 result = jax.block_until_ready(run(*arguments))
@@ -222,17 +231,17 @@ def main() -> None:
         print(f"{shape}: copy {ceiling:.0f} GB/s (before {copies[0]:.0f}, after {copies[1]:.0f})")
         for row in rows:
             row["share of copy"] = round(row["GB/s"] / ceiling, 3)
-            print(f"  {row['kernel']:28} {row['direction']:13} {row['GB/s']:6} {row['share of copy']:.3f}")
+            print(f"  {row['kernel']:38} {row['direction']:13} {row['GB/s']:6} {row['share of copy']:.3f}")
         results.append({"shape": shape, "copy GB/s": round(ceiling), "rows": rows})
-        if shape == SHAPES[0] and choice.missing("ffi") is None:
+        if shape == SHAPES[0] and choice.missing("ffi") is None and not options.only:
             beside = against_torch(x)
-    if len(sys.argv) > 1:
+    if options.json:
         driver = subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False
         ).stdout.strip()
         about = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "GPU": device.device_kind, "driver": driver,
                  "jax": jax.__version__, "numpy": np.__version__, "python": sys.version.split()[0]}  # fmt: skip
-        with open(sys.argv[1], "w") as file:
+        with open(options.json, "w") as file:
             json.dump({**about, "results": results, "against PyTorch": beside}, file, indent=1)
             file.write("\n")
 
