@@ -1,10 +1,13 @@
 """Times Pallas kernels, and the CUDA library called from JAX, relative to a copy on one GPU, after comparing part of the bits.
 
-Each input byte read and each output byte written counts once. Run: python benchmarks/gpu_jax.py [result.json]
+Each input byte read and each output byte written counts once.
+
+    python benchmarks/gpu_jax.py [result.json] [--only WORD]    # kernels whose names contain it, such as silu
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -15,12 +18,15 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from blockfp.jax_backend.implementations import choice
+from blockfp.jax_backend.implementations import activations, choice, cuda
+from blockfp.jax_backend.implementations.backend import marked
 from blockfp.jax_backend.implementations.pallas import arrays
 from blockfp.jax_backend.linear import grouped_codes, tiles
 
 from blockfp.definition import groups, numerics
 from blockfp.formats import Format
+from blockfp.kernels.calls import ACTIVATIONS
+from blockfp.kernels.operand_cast import OperandCast
 from blockfp.recipes import Cast
 
 GROUPS = 8
@@ -29,6 +35,7 @@ ROW = ("mxfp8_e4m3", "mxfp8_e4m3_floor", "mxfp8_e5m2", "mxint8", "fp8_e4m3_1x128
        "fp8_e4m3_128x128_fp32", "mxfp8_e4m3_32x32", "nvfp4", "nvfp4_16x16")  # fmt: skip
 COLUMN = ("mxfp8_e4m3", "mxint8", "fp8_e4m3_1x128", "fp8_e4m3_1x128_fp32")
 FFI = ("mxfp8_e4m3", "fp8_e4m3_1x128", "mxfp8_e4m3_32x32", "nvfp4")
+MADE = ("fp8_e4m3", "fp8_e4m3_1x128", "mxfp8_e4m3")
 DEQUANTIZE = (
     "fp8_e4m3",
     "mxfp8_e4m3",
@@ -81,6 +88,12 @@ def cases(shape: tuple[int, int], x: jax.Array):
     for format in map(Format.parse, DEQUANTIZE):
         q = jax.jit(partial(numerics.quantize, format=format))(x)
         yield str(format), "dequantize", partial(_dequantize, format, columns=shape[1]), (q,), None
+    up = jax.random.normal(jax.random.key(1), shape, jnp.bfloat16)
+    for format in map(Format.parse, MADE):
+        for by in ("", ", ffi", ", XLA and a cast"):
+            if by == ", ffi" and (choice.missing("ffi") is not None or not OperandCast(format, format).of_made(*shape)):
+                continue
+            yield f"{format} of silu * up{by}", "row + column", partial(_made, format, by), (x, up), None
     if choice.missing("ffi") is None:
         for format in map(Format.parse, FFI):
             whole = one if format.scale.two_level else None
@@ -116,6 +129,16 @@ def _cast(x, multiplier, *, directions):
 def _ffi(format, x, amax=None, *, both):
     library = choice.choose("ffi", "quantize", format=format)
     return (library.quantize_both if both else library.quantize)(x, None, amax, format=format)
+
+
+def _made(format, by, gate, up):
+    """Casts silu(gate) * up in both directions, by one Pallas kernel or as `by` says, with scales marked by an Inf."""
+    if by == ", ffi":
+        return cuda.quantize_made((gate, up), OperandCast(format, format), None, "quantize_gated", ACTIVATIONS["silu"])
+    if by:
+        cast = marked(partial(arrays.columnwise_quantize, format=format, rows=True))
+        return cast(activations.activated(gate, up, "silu"))
+    return arrays.quantize_made(gate, up, "silu", format, rows=True, columns=True)
 
 
 def _grouped(format, x, *, directions):
@@ -174,6 +197,10 @@ def check(result, expected) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("json", nargs="?")
+    parser.add_argument("--only", default="")
+    options = parser.parse_args()
     device = jax.devices()[0]
     results, beside = [], []
     for shape in SHAPES:
@@ -187,6 +214,8 @@ def main() -> None:
         copies.append(rate_of_copy())
         rows = []
         for kernel, direction, function, arguments, expected in cases(shape, x):
+            if options.only not in kernel:
+                continue
             run = jax.jit(function)
             try:
                 result = jax.block_until_ready(run(*arguments))
@@ -202,17 +231,17 @@ def main() -> None:
         print(f"{shape}: copy {ceiling:.0f} GB/s (before {copies[0]:.0f}, after {copies[1]:.0f})")
         for row in rows:
             row["share of copy"] = round(row["GB/s"] / ceiling, 3)
-            print(f"  {row['kernel']:28} {row['direction']:13} {row['GB/s']:6} {row['share of copy']:.3f}")
+            print(f"  {row['kernel']:38} {row['direction']:13} {row['GB/s']:6} {row['share of copy']:.3f}")
         results.append({"shape": shape, "copy GB/s": round(ceiling), "rows": rows})
-        if shape == SHAPES[0] and choice.missing("ffi") is None:
+        if shape == SHAPES[0] and choice.missing("ffi") is None and not options.only:
             beside = against_torch(x)
-    if len(sys.argv) > 1:
+    if options.json:
         driver = subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False
         ).stdout.strip()
         about = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "GPU": device.device_kind, "driver": driver,
                  "jax": jax.__version__, "numpy": np.__version__, "python": sys.version.split()[0]}  # fmt: skip
-        with open(sys.argv[1], "w") as file:
+        with open(options.json, "w") as file:
             json.dump({**about, "results": results, "against PyTorch": beside}, file, indent=1)
             file.write("\n")
 

@@ -13,13 +13,14 @@ import numpy as np
 from blockfp.definition.matrix_units import Summation
 from blockfp.definition.numerics import Quantized
 from blockfp.definition.products import Operand
-from blockfp.formats import Format
+from blockfp.formats import MXFP8, Format
 from blockfp.kernels import native
 from blockfp.kernels.products import BLOCK_SCALES
 
 from .arrays.array import QuantizedArray
 from .arrays.quantize import quantize
 from .implementations import choice
+from .implementations.activations import FUNCTIONS, Making
 from .implementations.pallas.backend import Pallas
 from .implementations.product import product
 from .linear.products import least_cublas
@@ -34,6 +35,9 @@ class JaxBackend:
     @property
     def version(self) -> str:
         version = f"JAX {jax.__version__} on {', '.join(sorted({device.device_kind for device in jax.devices()}))}"
+        if self.implementation is None:
+            why, runs = choice.missing("ffi"), next(name for name in choice.NAMES if choice.missing(name) is None)
+            version += f', casts by "{runs}"' + ("" if why is None else f' (not "ffi": {why})')
         missing = choice.missing_cublas(least_cublas(BLOCK_SCALES)) if jax.default_backend() == "gpu" else None
         return version if missing is None else f"{version}, without products of FP8 blocks: {missing}"
 
@@ -90,7 +94,7 @@ class JaxPallas:
         from .implementations.pallas import arrays, mosaic
 
         if not self._on_gpu and not mosaic.CAN_INTERPRET:
-            why = f"JAX {jax.__version__} can't interpret them on a CPU, JAX 0.12 can"
+            why = f"JAX {jax.__version__} can't interpret them on a CPU, JAX 0.11 can"
             raise ImportError(f"they need a CUDA device: {why}")
         self._kernels, self._interpreted = arrays, nullcontext if self._on_gpu else mosaic.interpreted
         # Interpreted kernels share what stands for a GPU's memory.
@@ -98,7 +102,12 @@ class JaxPallas:
 
     @property
     def version(self) -> str:
-        return f"JAX {jax.__version__}, {'on the GPU' if self._on_gpu else 'interpreted on the CPU'}"
+        if not self._on_gpu:
+            return f"JAX {jax.__version__}, interpreted on the CPU"
+        making = {name: self._kernels.refusal_of_making(Making(name, "bfloat16", True), MXFP8) for name in FUNCTIONS}
+        cast = [name for name, why in making.items() if why is None]
+        version = f"JAX {jax.__version__}, on the GPU; casts the output of {', '.join(cast) or 'no activation'}"
+        return "; ".join([version, *(why for why in making.values() if why is not None)])
 
     def _run(self, operation: str, format: Format, function: Any, *arrays: Any) -> Any:
         why = Pallas().refusal(operation, format=format)

@@ -179,7 +179,7 @@ def linear(
             number of ranks (also one): a power of two that they divide. Terms of pieces are added in one tree, so y and the
             gradients have the same bits on 1, 2, 4 .. ranks, and those of PyTorch's `parallelize(.., splits=)`.
         activation: "silu", "gelu", "gelu_tanh" or "relu2" (squared ReLU): the layer multiplies activation(x), or with `up`
-            activation(x) * up, as SwiGLU does with x as the gate. The CUDA library quantizes it without storing it.
+            activation(x) * up, as SwiGLU does with x as the gate. The CUDA library, or Pallas, quantizes it without storing it.
         up: as x.
 
     Returns:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +25,9 @@ from blockfp.sharding import plans
 from ..arrays import sharded
 from ..arrays.array import QuantizedArray, wrap_parts
 from ..implementations import choice, cuda, explicit, ops
+from ..implementations.activations import Making
 from ..implementations.backend import marked, nan_scale, unless
+from ..implementations.pallas.backend import Pallas
 from ..implementations.xla import XLA
 from .layer_placement import LayerPlacement
 from .products import Aligned, Matrix, Side, align, aligns
@@ -164,7 +166,7 @@ class _Operands:
         if format is None or any(cast.format is not format or cast.stochastic for cast in casts) or (row and row.rotate):
             return None
         if choice.missing_product(0) is not None:
-            return None
+            return self._by_pallas(operand_cast(row, column, eps_for(format, self.eps)))
         # Ranks of a tensor-parallel group share an amax, which no kernel finds.
         scaled = self.delayed is not None and self.placement.tensor is None and format.per_tensor
         plain = operand_cast(row, column, eps_for(format, self.eps), given="scale" if scaled else None)
@@ -172,19 +174,38 @@ class _Operands:
             cast = plain._replace(aligned=self.aligned)
             cast = cast if cast.one_pass(stored=not gated) and self.x.size else plain
             if cast.of_made(*self.x.shape) if gated else scaled or cast is not plain:
-                return self._run(cast, format, gated)
+                return self._by_library(cast, gated)
         return None
 
-    def _run(self, cast: OperandCast, format: Format, gated: bool) -> Operands:
-        x, function, first = self.x, "quantize", 0
-        inputs: tuple[jax.Array | None, ...] = (x,)
+    def _by_library(self, cast: OperandCast, gated: bool) -> Operands:
+        inputs: tuple[jax.Array | None, ...] = (self.x,)
+        function, first = "quantize", 0
         if gated:
             assert self.made is not None
             inputs, function, first = self.made[1:], "quantize_gated", ACTIVATIONS[self.activation]
-        lengths = x.shape[1], x.shape[0]
 
-        def kernel(x, inputs, scale):
+        def kernel(inputs, scale):
             return cuda.quantize_made(inputs, cast, scale, function, first)
+
+        return self._run(kernel, inputs, cast)
+
+    def _by_pallas(self, cast: OperandCast) -> Operands | None:
+        """Makes x and casts it by one Pallas kernel; None where something else is chosen, and for delayed scaling."""
+        if self.made is None or self.delayed is not None or not self.x.size:
+            return None
+        format, rows, columns = cast.format, cast.row is not None, cast.column is not None
+        operation = "quantize_both" if rows and columns else "quantize" if rows else "quantize_columnwise"
+        making = Making(self.activation, self.x.dtype.name, self.made.up is not None)
+        backend = choice.choose(None, operation, format=format, eps=cast.eps, rotate=cast.rotates, making=making)
+        if not isinstance(backend, Pallas):
+            return None
+        make = partial(backend.quantize_made, activation=self.activation, format=format, rows=rows, columns=columns)
+        return self._run(lambda inputs, _: (*make(*inputs), None), self.made[1:], cast)
+
+    def _run(self, kernel: Callable[..., Any], inputs: tuple[jax.Array | None, ...], cast: OperandCast) -> Operands:
+        """Casts by `kernel(inputs, scale)` on CUDA devices, which gives (row, column, amax), by the definition elsewhere."""
+        x, format = self.x, cast.format
+        lengths = x.shape[1], x.shape[0]
 
         def definition(x, inputs, scale):
             found: list[Quantized | None] = [None, None]
@@ -199,7 +220,7 @@ class _Operands:
             return found[0], found[1], amax
 
         scale = self.delayed.scale if cast.given == "scale" and self.delayed is not None else None
-        *parts, amax = explicit.on_device(kernel, definition, x, inputs, scale)
+        *parts, amax = explicit.on_device(lambda _, *given: kernel(*given), definition, x, inputs, scale)
         made: list[Side | None] = [None, None]
         for way, part in enumerate(parts):
             if part is not None and cast.aligned[way]:

@@ -2,26 +2,21 @@
 
     y = linear(activation(gate) * up)
 
-Derivatives keep gate and up. The CUDA library casts the output without storing it; elsewhere XLA computes it.
+Derivatives keep gate and up. The CUDA library and Pallas cast the output without storing it; elsewhere XLA computes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from blockfp.kernels.calls import ACTIVATIONS
 
+from ..implementations import activations
+
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
-_FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
-}
 
 
 class Made(NamedTuple):
@@ -55,11 +50,7 @@ def check(activation: str | None, gate: jax.Array, up: jax.Array | None) -> None
 
 
 def activated(gate: jax.Array, up: jax.Array | None, activation: str) -> jax.Array:
-    """Returns activation(gate), or activation(gate) * up, rounded after each."""
-
-    def made(gate: jax.Array, up: jax.Array | None) -> jax.Array:
-        out = _FUNCTIONS[activation](gate.astype(jnp.float32)).astype(gate.dtype)
-        return out if up is None else out * up
+    """Computes `activations.activated`; its derivative keeps gate and up alone."""
 
     # JAX would keep several arrays of this size; nothing is computed again but the activation.
-    return jax.checkpoint(made, prevent_cse=False)(gate, up)
+    return jax.checkpoint(partial(activations.activated, activation=activation), prevent_cse=False)(gate, up)

@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from blockfp.jax_backend.check import JaxBackend, JaxXla
 from blockfp.jax_backend.implementations import choice, cuda
 from blockfp.jax_backend.implementations.backend import Backend
 from blockfp.jax_backend.implementations.cpu import CpuLibrary
@@ -70,6 +71,14 @@ def test_the_first_that_is_there_is_chosen(monkeypatch):
     assert choice.choose(None, "quantize", format=MXFP6).name == "ffi"
     monkeypatch.setattr(choice, "would_be_partitioned", lambda: True)
     assert choice.choose(None, "quantize", format=MXFP8).name == "xla"
+
+
+def test_info_says_which_runs_and_why(monkeypatch):
+    monkeypatch.setattr(choice, "missing", lambda name: None)
+    assert 'casts by "ffi"' in JaxBackend().version
+    monkeypatch.setattr(choice, "missing", lambda name: None if name == "xla" else f"no {name} here")
+    assert 'casts by "xla" (not "ffi": no ffi here)' in JaxBackend().version
+    assert "casts by" not in JaxXla().version
 
 
 def test_only_inside_shard_map_are_kernels_run_on_several_devices():

@@ -1,12 +1,15 @@
 """Applies the kernels to whole arrays: leading axes, ragged ends and small arrays, with the definition's bits.
 
 Kernels take matrices of whole blocks of at least one program's size. Other arrays are padded with zeros, which don't change
-amaxes, and codes and scales are cut out: exact, but a copy slower.
+amaxes, and codes and scales are cut out: exact, but a copy slower. Activations make zeros of zeros.
+
+Where x may be a `Source`, an activation makes it, and its output is marked: an Inf makes all scales NaN (`backend.marked`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +19,10 @@ from blockfp.definition import bits, layout, numerics, scaling
 from blockfp.definition.numerics import Quantized
 from blockfp.formats import E2M1, Format
 
-from . import columnwise, dequantize, fp4, mosaic, rowwise
+from ..activations import Making
+from ..backend import unless
+from . import agreement, columnwise, dequantize, fp4, mosaic, rowwise
+from .source import Source
 
 _ROW = 32  # elements per row for formats without blocks
 _SMALLEST = 128  # minimum number of rows per program
@@ -43,60 +49,75 @@ def refusal(operation: str, format: Format) -> str | None:
     return f"no Pallas kernel does {operation} of {format}"
 
 
-def tensor_amax(x: jax.Array) -> jax.Array:
+def refusal_of_making(making: Making, format: Format) -> str | None:
+    """Returns why no kernel makes what it quantizes, or None; the first call compares the kernels' activation with XLA's."""
+    what = f"{making.activation} in {making.dtype}"
+    if jnp.dtype(making.dtype).itemsize != 2:
+        return f"the Pallas kernels compute activations of 16-bit numbers, not {what}"
+    if format.block is not None and format.block[0] != 1:
+        return f"the Pallas kernels compute activations in blocks of one row, not {what} in those of {format}"
+    gates = agreement.differing(making)
+    return f"the Pallas kernels' {what} differs from XLA's, as at {', '.join(map(str, gates))}" if gates else None
+
+
+def tensor_amax(x: jax.Array | Source) -> jax.Array:
     """Returns int32 (): the fp32 bits of x's largest magnitude, ignoring NaN."""
-    return jnp.max(rowwise.amax(_flat(x))) if x.size else jnp.int32(0)
+    x = Source.of(x)
+    return jnp.max(rowwise.amax(jax.tree.map(_flat, x))) if x.gate.size else jnp.int32(0)
 
 
-def quantize(x: jax.Array, format: Format, nominal: str | None = None, *, amax: jax.Array | None = None) -> Quantized:
+def quantize(x: jax.Array | Source, format: Format, nominal: str | None = None, *, amax: jax.Array | None = None) -> Quantized:
     """Quantizes x [..., rows, columns] to nearest as `numerics.quantize` does, in a format that `refusal` accepts.
 
     `amax` holds the int32 bits () of the tensor's amax for formats with a tensor scale, computed by default. For FP8 per
-    tensor, float32 is the multiplier itself (delayed scaling).
+    tensor, float32 is the multiplier itself (delayed scaling), for arrays alone.
     """
-    if x.size == 0:
-        return numerics.quantize(x, format, nominal=nominal)
+    x = Source.of(x)
+    if x.gate.size == 0:
+        return numerics.quantize(x.gate, format, nominal=nominal)
     if format.per_tensor:
-        scale, multiplier = _tensor_scale(x, format, amax)
-        codes = rowwise.cast(_flat(x), multiplier, format).reshape(-1)[: x.size].reshape(x.shape)
-        return Quantized(codes, scale, None)
-    matrix, rows = _whole_blocks(x, format)
+        whole = tensor_amax(x) if amax is None else amax
+        scale, multiplier = _tensor_scale(x.gate.ndim, format, whole)
+        codes = rowwise.cast(jax.tree.map(_flat, x), multiplier, format).reshape(-1)[: x.gate.size].reshape(x.shape)
+        return _marked(x, whole, Quantized(codes, scale, None))
+    matrices, rows = _whole_blocks(x, format)
     tensor_scale = None
     if format.scale.two_level:
         whole = tensor_amax(x) if amax is None else amax
         multiplier = scaling.nvfp4_multiplier(whole.reshape(1), format)
         tensor_scale = scaling.reciprocal(multiplier).view(jnp.float32)
-        codes, scales = fp4.quantize(matrix, multiplier.view(jnp.float32), tensor_scale, format)
+        codes, scales = fp4.quantize(matrices, multiplier.view(jnp.float32), tensor_scale, format)
         tensor_scale = tensor_scale.reshape(())
     else:
-        codes, scales = rowwise.quantize(matrix, format, nominal or x.dtype.name)
-    return Quantized(
-        _cut(codes, layout.codes_shape(x.shape, format), rows),
-        _cut(scales, layout.scales_shape(x.shape, format), rows // format.block[0]),  # pyright: ignore[reportOptionalSubscript]
-        tensor_scale,
-    )
+        codes, scales, whole = rowwise.quantize(matrices, format, nominal or x.dtype.name)
+    codes = _cut(codes, layout.codes_shape(x.shape, format), rows)
+    scales = _cut(scales, layout.scales_shape(x.shape, format), rows // format.block[0])  # pyright: ignore[reportOptionalSubscript]
+    return _marked(x, whole, Quantized(codes, scales, tensor_scale))
 
 
 def columnwise_quantize(
-    x: jax.Array, format: Format, nominal: str | None = None, *, rows: bool, amax: jax.Array | None = None
+    x: jax.Array | Source, format: Format, nominal: str | None = None, *, rows: bool, amax: jax.Array | None = None
 ) -> tuple[Quantized | None, Quantized]:
     """Computes (`quantize(x)` if `rows` else None, `quantize(x.mT)`) from one read of x [..., rows, columns].
 
     Formats are FP8 per tensor, or 8-bit with 1xB blocks; `nominal` and `amax` are those of `quantize`.
     """
-    if x.size == 0:
-        first = numerics.quantize(x, format, nominal=nominal) if rows else None
-        return first, numerics.quantize(x.mT, format, nominal=nominal)
-    height, width = columnwise.tile_shape(format, x.dtype, rows=rows)
+    x = Source.of(x)
+    if x.gate.size == 0:
+        first = numerics.quantize(x.gate, format, nominal=nominal) if rows else None
+        return first, numerics.quantize(x.gate.mT, format, nominal=nominal)
+    height, width = columnwise.tile_shape(format, x, rows=rows)
     m, n = x.shape[-2:]
-    padded = _pad(x, max(_up(m, 128), height), _up(n, width))
-    matrices = padded.reshape(-1, *padded.shape[-2:])
+    down, across = max(_up(m, 128), height), _up(n, width)
+    matrices = jax.tree.map(lambda one: _pad(one, down, across).reshape(-1, down, across), x)
     if format.per_tensor:
-        scale, multiplier = _tensor_scale(x, format, amax)
+        whole = tensor_amax(x) if amax is None else amax
+        scale, multiplier = _tensor_scale(x.gate.ndim, format, whole)
         codes = _each(lambda matrix: columnwise.cast(matrix, multiplier, format, rows=rows), matrices)
         *row, column = (Quantized(code, scale, None) for code in codes)
     else:
         parts = _each(lambda matrix: columnwise.quantize(matrix, format, nominal or x.dtype.name, rows=rows), matrices)
+        whole = parts.pop() if x.activation else None
         *row, column = (Quantized(parts[i], parts[i + 1], None) for i in range(0, len(parts), 2))
 
     def cut(q: Quantized, shape: tuple[int, ...]) -> Quantized:
@@ -104,16 +125,38 @@ def columnwise_quantize(
         if not format.per_tensor:
             grid = layout.scales_shape(shape, format)
             scales = scales[:, : grid[-2], : grid[-1]].reshape(grid)
-        return Quantized(q.codes[:, : shape[-2], : shape[-1]].reshape(shape), scales, None)
+        return _marked(x, whole, Quantized(q.codes[:, : shape[-2], : shape[-1]].reshape(shape), scales, None))
 
     return cut(row[0], x.shape) if rows else None, cut(column, (*x.shape[:-2], n, m))
 
 
-def _each(kernel, matrices: jax.Array) -> list[jax.Array]:
+def quantize_made(
+    gate: jax.Array, up: jax.Array | None, activation: str, format: Format, *, rows: bool, columns: bool
+) -> tuple[Quantized | None, Quantized | None]:
+    """Quantizes what an activation makes, along rows and columns; vmap runs one matrix after another."""
+
+    @jax.custom_batching.custom_vmap
+    def call(gate, up):
+        source = Source(gate, up, activation)
+        return columnwise_quantize(source, format, rows=rows) if columns else (quantize(source, format), None)
+
+    @call.def_vmap
+    def batched(size, is_batched, *parts):
+        made = lax.map(lambda parts: call(*parts), _stacked(size, is_batched, parts))
+        return made, jax.tree.map(lambda _: True, made)
+
+    return call(gate, up)
+
+
+def _each(kernel, matrices: Source) -> list[jax.Array]:
     """Runs a kernel for each matrix and stacks the results."""
     if matrices.shape[0] == 1:
-        return [result[None] for result in kernel(matrices[0])]
+        return [result[None] for result in kernel(jax.tree.map(lambda one: one[0], matrices))]
     return lax.map(kernel, matrices)
+
+
+def _marked(x: Source, amaxes: jax.Array | None, q: Quantized) -> Quantized:
+    return q if x.activation is None or amaxes is None else unless(jnp.max(amaxes) != bits.INFINITY, q)
 
 
 def dequantize_array(
@@ -177,25 +220,29 @@ def dequantize_batched(codes, scales, tensor_scale, format: Format, dtype: str, 
 
     @call.def_vmap
     def batched(size, is_batched, *parts):
-        parts = [
-            part if flag or part is None else jnp.broadcast_to(part, (size, *part.shape))
-            for part, flag in zip(parts, is_batched, strict=True)
-        ]
+        parts = _stacked(size, is_batched, parts)
         if format.has_tensor_scale:
-            return lax.map(lambda parts: call(*parts), tuple(parts)), True
+            return lax.map(lambda parts: call(*parts), parts), True
         return call(*parts), True
 
     return call(codes, scales, tensor_scale)
 
 
-def _tensor_scale(x: jax.Array, format: Format, whole: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Returns (stored scale, multiplier of shape (1,)) for one scale per tensor."""
-    if whole is not None and whole.dtype == jnp.float32:
+def _stacked(size: int, is_batched: Sequence[bool | None], parts: Sequence[jax.Array | None]) -> tuple[jax.Array | None, ...]:
+    """Repeats the arrays that vmap doesn't map along a first axis of this size."""
+    return tuple(
+        part if flag or part is None else jnp.broadcast_to(part, (size, *part.shape))
+        for part, flag in zip(parts, is_batched, strict=True)
+    )
+
+
+def _tensor_scale(ndim: int, format: Format, whole: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (stored scale, multiplier of shape (1,)) for one scale per tensor, from its amax or a float32 multiplier."""
+    if whole.dtype == jnp.float32:
         pattern = whole.reshape(1).view(jnp.int32)
-        return scaling.reciprocal(pattern).view(jnp.float32).reshape((1,) * x.ndim), whole.reshape(1)
-    whole = tensor_amax(x) if whole is None else whole
+        return scaling.reciprocal(pattern).view(jnp.float32).reshape((1,) * ndim), whole.reshape(1)
     multiplier = scaling.fp8_multiplier(whole.reshape(1), format.element, format.scale, bits.FP32_MAX)
-    scale = scaling.reciprocal(multiplier).view(jnp.float32).reshape((1,) * x.ndim)
+    scale = scaling.reciprocal(multiplier).view(jnp.float32).reshape((1,) * ndim)
     return scale, multiplier.view(jnp.float32)
 
 
@@ -206,8 +253,8 @@ def _flat(x: jax.Array) -> jax.Array:
     return (flat if total == x.size else jnp.pad(flat, (0, total - x.size))).reshape(-1, _ROW)
 
 
-def _whole_blocks(x: jax.Array, format: Format) -> tuple[jax.Array, int]:
-    """Returns (matrix of whole blocks for a kernel, its number of rows per matrix of x)."""
+def _whole_blocks(x: Source, format: Format) -> tuple[Source, int]:
+    """Returns (matrices of whole blocks for a kernel, their number of rows per matrix of x)."""
     block_rows, block = format.block  # pyright: ignore[reportGeneralTypeIssues]
     m, n = x.shape[-2:]
     if block_rows == 1:
@@ -218,7 +265,7 @@ def _whole_blocks(x: jax.Array, format: Format) -> tuple[jax.Array, int]:
     else:
         # A program takes four 32x32 blocks side by side, or eight 16x16 blocks.
         rows, columns = _up(m, block_rows), max(_up(n, block), 128)
-    return _pad(x, rows, columns).reshape(-1, columns), rows
+    return jax.tree.map(lambda one: _pad(one, rows, columns).reshape(-1, columns), x), rows
 
 
 def _cut(matrix: jax.Array, shape: tuple[int, ...], rows: int) -> jax.Array:

@@ -9,6 +9,7 @@ import jax
 from blockfp.definition.numerics import Amax, Quantized
 from blockfp.formats import Format
 
+from ..activations import Making
 from ..backend import Backend, amax_of_tensor, refusal_of_amax
 
 
@@ -46,6 +47,7 @@ class Pallas(Backend):
         eps: float = 0.0,
         rotate: bool = False,
         origin: tuple[int, int] = (0, 0),
+        making: Making | None = None,
         **options: Any,
     ) -> str | None:
         if operation == "amax":
@@ -58,7 +60,8 @@ class Pallas(Backend):
             return f"the Pallas kernels begin with whole blocks, and origin {origin} lies inside one of {format}"
         if stochastic:
             return "the Pallas kernels round to nearest"
-        return _kernels().refusal(operation, format)
+        why = _kernels().refusal(operation, format)
+        return _kernels().refusal_of_making(making, format) if why is None and making is not None else why
 
     def amax(self, x, *, format: Format) -> Amax:
         return amax_of_tensor(_kernels().tensor_amax(x), x)
@@ -75,6 +78,15 @@ class Pallas(Backend):
         self, x, key, amax, *, format: Format, eps: float = 0.0, rotate: bool = False
     ) -> tuple[Quantized, Quantized]:
         return _kernels().columnwise_quantize(x, format, rows=True, amax=amax)  # pyright: ignore[reportReturnType]
+
+    def quantize_made(
+        self, gate: jax.Array, up: jax.Array | None, *, activation: str, format: Format, rows: bool, columns: bool
+    ) -> tuple[Quantized | None, Quantized | None]:
+        """Computes `quantize` and `quantize_columnwise` of what an activation makes, from one read of gate and up.
+
+        Without `rows`, or without `columns`, that result is None. An Inf makes scales NaN (`backend.marked`).
+        """
+        return _kernels().quantize_made(gate, up, activation, format, rows=rows, columns=columns)
 
     def dequantize(
         self, codes, scales, tensor_scale, *, format: Format, dtype: str, columns: int, origin: tuple[int, int] = (0, 0)

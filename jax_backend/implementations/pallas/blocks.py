@@ -69,12 +69,12 @@ def _reduce(x: Array, axes: Sequence[int]) -> Array:
     return x
 
 
-def scales(x: Array, axes: Sequence[int], format: Format, nominal: str) -> tuple[Array, Array]:
+def scales(x: Array, axes: Sequence[int], format: Format, nominal: str, amax: Array | None = None) -> tuple[Array, Array]:
     """Returns (stored scale as int32, multiplier as float32) of blocks of an 8-bit format.
 
-    `axes` are the axes of x within a block; `nominal` is that of `numerics.quantize`.
+    `axes` are the axes of x within a block; `nominal` is that of `numerics.quantize`. `amax` is `largest(x, axes)`, if known.
     """
-    stored, multiplier = scales_of_amax(largest(x, axes), format, nominal)
+    stored, multiplier = scales_of_amax(largest(x, axes) if amax is None else amax, format, nominal)
     if not format.element.has_nan:
         stored = array_namespace(x).where(holds_nan(x, axes), format.scale.nan_code, stored)
     return stored, multiplier

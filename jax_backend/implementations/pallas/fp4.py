@@ -15,11 +15,12 @@ from jax import lax
 from blockfp.formats import Format
 
 from . import blocks, mosaic
-from .rowwise import ELEMENTS, programs_rows, start
+from .rowwise import ELEMENTS, kernel_name, programs_rows, start
+from .source import Source
 
 
-def quantize(x: jax.Array, multiplier: jax.Array, tensor_scale: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:
-    """Returns NVFP4 (codes, scales) of a matrix x [rows, columns] of whole blocks, 1x16 or 16x16.
+def quantize(x: Source, multiplier: jax.Array, tensor_scale: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:
+    """Returns NVFP4 (codes, scales) of matrices x [rows, columns] of whole blocks, 1x16 or 16x16.
 
     `multiplier` is the tensor's (`scaling.nvfp4_multiplier`), float32 (1,); `tensor_scale` is its reciprocal.
     """
@@ -28,21 +29,22 @@ def quantize(x: jax.Array, multiplier: jax.Array, tensor_scale: jax.Array, forma
     across = n // 16
     vector = 1 if x.dtype == jnp.float32 else 4  # strided elements can't be read as vectors
     if square:
-        words, count, grid = _pairs(x, (m, across)), (16, 8), (m // 16, -(-across // 8))
+        lead, count, grid = (m, across), (16, 8), (m // 16, -(-across // 8))
         layout, axes, spread = _square_layout(vector), (2, 0), (1,)
     else:
         total = m * across
-        words, count = _pairs(x, (total,)), (programs_rows(total, ELEMENTS // 16),)
+        lead, count = (total,), (programs_rows(total, ELEMENTS // 16),)
         grid, layout, axes, spread = (-(-total // count[0]),), mosaic.row_layout(8, 8 if vector == 4 else 1), (1,), (0,)
-    lead = words.shape[:-1] if words.dtype == jnp.int32 else words.shape[:-2]
 
-    def body(words, multiplier, tensor_scale, codes, scales):
+    def body(*refs):
+        *inputs, multiplier, tensor_scale, codes, scales = refs
         if square:
             at = (mosaic.slice_of(mosaic.program(0) * 16, 16), mosaic.slice_of(start(1, across, 8), 8))
             scales_at = (mosaic.program(0), at[1])
         else:
             at = scales_at = (mosaic.slice_of(start(0, lead[0], count[0]), count[0]),)
-        pair = _load_pair(words, at, layout, x.dtype)
+        pairs = zip(*(_load_pair(words, at, layout, x.dtype) for words in inputs), strict=True)
+        pair = [blocks.to_fp32(x.made(values)) for values in pairs]
         amax = jnp.maximum(*(blocks.largest(values, axes) for values in pair))
         nan = blocks.holds_nan(pair[0], axes) | blocks.holds_nan(pair[1], axes)
         stored, encode = blocks.nvfp4_scales(amax, nan, multiplier[0], tensor_scale[0], format, on_gpu=mosaic.on_gpu())
@@ -53,7 +55,7 @@ def quantize(x: jax.Array, multiplier: jax.Array, tensor_scale: jax.Array, forma
 
     codes, scales = mosaic.call(
         body,
-        words,
+        *(_pairs(one, lead) for one in x.arrays),
         multiplier,
         tensor_scale,
         out=[
@@ -61,7 +63,7 @@ def quantize(x: jax.Array, multiplier: jax.Array, tensor_scale: jax.Array, forma
             jax.ShapeDtypeStruct((m // 16, across) if square else lead, jnp.uint8),
         ],
         grid=grid,
-        name=f"blockfp_{format}",
+        name=kernel_name(x, format),
     )
     return codes.reshape(m, n // 2), scales.reshape(m // format.block[0], across)  # pyright: ignore[reportOptionalSubscript]
 

@@ -6,9 +6,10 @@ Mosaic GPU programs run in one warpgroup (128 threads); a *layout* distributes a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import islice
 from typing import Any
 
 import jax
@@ -96,9 +97,9 @@ def store(ref: Ref, index: Any, value: jax.Array) -> None:
         _store(ref.at[index], value, optimized=False)
 
 
-def load_rows(ref: Ref, rows: Any) -> jax.Array:
-    """Loads rows of a matrix in shared memory, all columns."""
-    return _load(ref.at[rows], layout=WGMMA)
+def load_rows(ref: Ref, index: Any) -> jax.Array:
+    """Loads rows of a matrix in shared memory: all columns, or those that `index` has beside the rows."""
+    return _load(ref.at[index], layout=WGMMA)
 
 
 def load_transposed(ref: Ref, rows: Any) -> jax.Array:
@@ -131,6 +132,12 @@ def call(
     )(*operands)
 
 
+def divided(refs: Sequence[Ref], *lengths: int) -> list[list[Ref]]:
+    """Divides a kernel's references into lists of these lengths."""
+    rest = iter(refs)
+    return [list(islice(rest, length)) for length in lengths]
+
+
 def program(axis: int) -> jax.Array:
     """Returns this program's position along an axis of the grid."""
     return lax.axis_index("ijk"[axis])
@@ -146,15 +153,21 @@ def tile(rows: int, columns: int, dtype: Any, swizzle: int = 128) -> Any:
     return plgpu.SMEM((rows, columns), dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(swizzle)))
 
 
-def fetch(source: Ref, target: Ref, barrier: Ref) -> None:
-    """Copies from global to shared memory and waits."""
-    plgpu.copy_gmem_to_smem(source, target, barrier)
+def fetch(pairs: Iterable[tuple[Ref, Ref]], barrier: Ref) -> None:
+    """Copies each (source in global memory, target in shared memory) and waits; as many arrive at the barrier."""
+    for source, target in pairs:
+        plgpu.copy_gmem_to_smem(source, target, barrier)
     plgpu.barrier_wait(barrier)
+
+
+def commit() -> None:
+    """Waits until all threads have written to shared memory, which each may read then."""
+    plgpu.commit_smem()
 
 
 def send(*pairs: tuple[Ref, Ref]) -> None:
     """Copies each (source in shared memory, target in global memory) and waits until the sources are read."""
-    plgpu.commit_smem()
+    commit()
     for source, target in pairs:
         plgpu.copy_smem_to_gmem(source, target)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
