@@ -128,12 +128,15 @@ def step_times(result: dict) -> Drawing:
     """Draws a result of fsdp2_gpu.py: one bar per contender, in milliseconds per step."""
     names = {
         "bf16": "PyTorch, bf16",
-        "torchao_fp8_gather": "torchao, FP8 per tensor, FP8 all-gather",
+        "torchao": "torchao, FP8 per tensor",
+        "torchao_fp8_gather": "the same, FP8 all-gather",
         "fp8_current": "blockfp, FP8 per tensor",
+        "fp8_delayed": "blockfp, the same, delayed",
         "fp8_block": "blockfp, FP8 in blocks",
-        "mxfp8": "blockfp, MXFP8, products then in bf16",
+        "mxfp8": "blockfp, MXFP8",
     }
-    rows = result["rows"]
+    rows = sorted(result["rows"], key=lambda row: list(names).index(row["contender"]))
+    longest = max(row["ms"] for row in rows)
     drawing = Drawing("Milliseconds of a training step under FSDP2", 800, 100 + 30 * len(rows))
     drawing.text(20, 22, f"A training step under FSDP2, ms: {result['gpus']} x {result['gpu']}, {result['date'][:10]}", "b")
     model = f"{rows[0]['parameters'] / 1e9:.2f} billion parameters, {result['tokens']} tokens a GPU"
@@ -143,8 +146,8 @@ def step_times(result: dict) -> Drawing:
     for i, row in enumerate(rows):
         y = 72 + 30 * i
         drawing.text(270, y + 15, names[row["contender"]], anchor="end")
-        drawing.box(280, y, 280 * row["ms"] / 181, 21, "o" if names[row["contender"]].startswith("blockfp") else "p")
-        drawing.text(288 + 280 * row["ms"] / 181, y + 15, f"{row['ms']:.0f}", "b")
+        drawing.box(280, y, 280 * row["ms"] / longest, 21, "o" if names[row["contender"]].startswith("blockfp") else "p")
+        drawing.text(288 + 280 * row["ms"] / longest, y + 15, f"{row['ms']:.0f}", "b")
         drawing.text(690, y + 15, f"{row['gathered_mb'] / 1000:.2f} GB", anchor="end")
         drawing.text(780, y + 15, f"{row['peak_gib']:.1f} GiB", anchor="end")
     return drawing
