@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from samples import bits_of, sample
+from same_bits import assert_same_bits
+from samples import sample
 
 import blockfp.jax as bfp
 from blockfp import recipes
@@ -50,11 +51,6 @@ def of_torch(recipe, shape=SHAPE, dtype=torch.bfloat16):
     y = bfp_torch.linear(x, w, bias, recipe=recipe, key=3)
     y.backward(g)
     return [jnp.asarray(t.detach().float().numpy()).astype(str(dtype).removeprefix("torch.")) for t in (y, x.grad, w.grad)]
-
-
-def assert_same_bits(found, wanted):
-    for ours, theirs in zip(found, wanted, strict=True):
-        np.testing.assert_array_equal(bits_of(np.asarray(ours)), bits_of(np.asarray(theirs)))
 
 
 @pytest.mark.parametrize("name", ["fp8_block", "mxfp8", "mxfp6", "mxfp4", "fp8_row", "nvfp4", "fp8_current"])

@@ -12,7 +12,8 @@ import pytest
 from blockfp.jax_backend.arrays import reducing
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from samples import bits_of, sample
+from same_bits import assert_same_bits
+from samples import sample
 
 import blockfp.jax as bfp
 from blockfp import recipes
@@ -76,11 +77,6 @@ def of_jax(recipe, ranks, given=None, check_vma=True, fsdp=1):
     inside = tokens, *map(bfp.partition_specs, placed), P(), tokens
     run = jax.shard_map(body, mesh=mesh, in_specs=inside, out_specs=(tokens, tokens, *SPECS), check_vma=check_vma)
     return jax.jit(run)(x, *placed, bias, g)
-
-
-def assert_same_bits(found, wanted):
-    for ours, theirs in zip(found, wanted, strict=True):
-        np.testing.assert_array_equal(bits_of(np.asarray(ours)), bits_of(np.asarray(theirs)))
 
 
 @cache

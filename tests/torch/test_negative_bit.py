@@ -3,8 +3,6 @@
 import functools
 
 import emulated_cuda
-import emulated_groups
-import emulated_kernels
 import numpy as np
 import pytest
 import torch
@@ -232,8 +230,8 @@ def test_no_cuda_kernel_is_given_such_memory(way, name, negated, monkeypatch):
 
         return run
 
-    for module in (emulated_kernels, emulated_groups):
-        monkeypatch.setattr(module, "FUNCTIONS", [watched(function) for function in module.FUNCTIONS])
+    watching = {name: watched(function) for name, function in emulated_cuda.FUNCTIONS.items()}
+    monkeypatch.setattr(emulated_cuda, "FUNCTIONS", watching)
     with emulated_cuda.launches():
         found = way(name, negated)
         assert given

@@ -21,11 +21,11 @@ from blockfp.files.manifest import Files
 from blockfp.files.names import CAST, EXTRA, GROUPS, INPUT, MODEL, OPTIMIZER, OWN, STATE, STEP, TIED
 
 from ..conversion.kinds import input_formats
+from ..distributed_internals import fsdp_params_of
 from ..modules import model_names
 from ..optimizer.adamw import _Adam
 from ..quantized_tensor import agreement, sharding
 from ..quantized_tensor.sharding import placed
-from ..torch_internals import fsdp_params_of
 from . import background, ranks
 from .background import Saving
 from .conversion import Conversion, conversions, convert, leave_paths, masters_of, replace, replace_masters, values_of
