@@ -1,9 +1,9 @@
 // Quantizes along the rows (transposed codes), along both axes in one read, and in square blocks.
 //
 // A thread block has a tile, a thread a piece of it (tile_piece.cuh), read from a source (sources.cuh). There are three
-// kernels, by who determines a scale (tile_scales.cuh): one scale for both directions; a warp, for short blocks; all warps, for
-// blocks as long as the tile. Each loads, computes scales and codes of the rows, then of the columns, which are stored through
-// shared memory (tile_codes.cuh).
+// kernels, by who determines a scale (tile_scales.cuh, wide_scales.cuh): one scale for both directions; a warp, for short
+// blocks; all warps, for blocks as long as the tile. Each loads, computes scales and codes of the rows, then of the columns,
+// which are stored through shared memory (tile_codes.cuh).
 #pragma once
 
 #include "four_over_six.cuh"
@@ -11,6 +11,7 @@
 #include "sources.cuh"
 #include "tile_codes.cuh"
 #include "tile_scales.cuh"
+#include "wide_scales.cuh"
 
 namespace blockfp {
 namespace cuda {
