@@ -140,6 +140,9 @@ class Operations(NamedTuple):
     square_root: Callable[[Array], Array] = _square_root
 
 
+_PLAIN = Operations()
+
+
 def stands_still(c: Coefficients) -> Any:
     """Returns whether a step can't change the weight (lr 0); then codes must be kept, because requantizing could change
     them."""
@@ -155,7 +158,7 @@ def update(
     *,
     ahead: tuple[Any, Any] | None = None,
     eps_root: Any = 0.0,
-    operations: Operations = Operations(),  # noqa: B008
+    operations: Operations = _PLAIN,
 ) -> tuple[Array, Array, Array]:
     """Computes a step and returns (weight, first moment, second moment), unchanged if the step is skipped.
 

@@ -70,11 +70,6 @@ def _readable(bias: jax.Array | None) -> jax.Array | None:
     return bias if bias is None or jnp.dtype(bias.dtype).name in DTYPES else bias.astype(jnp.float32)
 
 
-def _tensor_amax(x: jax.Array, *, rotate: bool = False) -> jax.Array:
-    """int32 [1]: fp32 bits of the largest magnitude of x, NaN ignored; with `rotate` [2], that of rotate(x.mT) second."""
-    return _call("amax", jax.ShapeDtypeStruct((2 if rotate else 1,), jnp.int32), x)
-
-
 class CudaLibrary(Backend):
     """The CUDA kernel library."""
 
@@ -91,7 +86,7 @@ class CudaLibrary(Backend):
         return refusal_of_amax(operation, format)
 
     def amax(self, x, *, format: Format) -> Amax:
-        return amax_of_tensor(_tensor_amax(x), x)
+        return amax_of_tensor(_call("amax", jax.ShapeDtypeStruct((1,), jnp.int32), x), x)
 
     def quantize(
         self, x, key, amax, *, format: Format, eps: float = 0.0, nominal: str | None = None, mark: bool = False

@@ -45,8 +45,7 @@ cudaError_t launch_long(QuantizeArguments a, int32_t* amaxes, cudaStream_t strea
   int32_t *rows = lines == 0 ? nullptr : amaxes, *columns = lines_t == 0 ? nullptr : amaxes + lines;
   if (cudaError_t error = cudaMemsetAsync(amaxes, 0, (lines + lines_t) * sizeof(int32_t), stream); error != cudaSuccess) return error;
   a.amax = rows, a.amax_t = columns;
-  const bool fits = a.x.columns % 8 == 0 && a.x.rows % 16 == 0 && vectors_fit(a.x) && aligned(a.row.codes) && aligned(a.column.codes);
-  const bool nearest = fits && (lines == 0 || a.row.key == nullptr) && (lines_t == 0 || a.column.key == nullptr);
+  const bool nearest = whole_vectors(a, 16) && !has_key(a.row) && !has_key(a.column);
   return with_dtype(a.x.dtype, [&](auto dtype) {
     using T = decltype(dtype);
     const auto of_element = [&](auto element) {

@@ -7,14 +7,10 @@ namespace {
 
 template <class E, int Block, class T, bool Square, bool Chooses>
 cudaError_t with_rounding(const QuantizeArguments& a, cudaStream_t stream) {
-  const Window& w = a.window;
-  const int row_unit = E::kBits == 4 ? 32 : 16;
-  const bool fits = w.row_phase == 0 && w.column_phase == 0 && a.x.columns % 8 == 0 && a.x.rows % row_unit == 0 && vectors_fit(a.x) &&
-                    aligned(a.row.codes) && aligned(a.column.codes);
-  const bool row_key = a.row.codes != nullptr && a.row.key != nullptr;
-  const bool column_key = a.column.codes != nullptr && a.column.key != nullptr;
+  const bool fits = whole_vectors(a, E::kBits == 4 ? 32 : 16), row_key = has_key(a.row), column_key = has_key(a.column);
   if (fits && !row_key && !column_key) return launch_tile_kernel<E, Block, T, Square, Rounding::kNearest, AsItLies, Chooses>(a, stream);
   if constexpr (Block == 16) {
+    const Window& w = a.window;
     const bool eights = (w.row | w.column | w.rows | w.columns) % 8 == 0;
     if (fits && eights && row_key == (a.row.codes != nullptr) && column_key == (a.column.codes != nullptr)) {
       return launch_tile_kernel<E, Block, T, Square, Rounding::kStochastic, AsItLies, Chooses>(a, stream);

@@ -11,6 +11,14 @@ namespace cuda {
 template <int Block, bool Square>
 constexpr bool kWordALine = !Square && (Block == 32 || Block == 128);
 
+// Whether the kernels that round to nearest, or by eights of random numbers, can run: tiles begin where x does, and vectors fit.
+inline bool whole_vectors(const QuantizeArguments& a, int row_unit) {
+  return a.window.row_phase == 0 && a.window.column_phase == 0 && a.x.columns % 8 == 0 && a.x.rows % row_unit == 0 &&
+         vectors_fit(a.x) && aligned(a.row.codes) && aligned(a.column.codes);
+}
+
+inline bool has_key(const Output& out) { return out.codes != nullptr && out.key != nullptr; }
+
 template <class E, int Block, class T, bool Square, Rounding R, class Source = AsItLies, bool Chooses = false>
 cudaError_t launch_tile_kernel(QuantizeArguments a, cudaStream_t stream) {
   const int64_t across = ceil_div(a.window.column_phase + a.x.columns, kTileColumns);
