@@ -5,10 +5,11 @@
     mlp          two linear layers with gelu (tanh) between them, 16,384 tokens
     normed_mlp   LayerNormMLP with RMSNorm and gelu (tanh), 16,384 tokens
     layers       8 transformer layers (RMSNorm, SwiGLU, 16 heads, 8 of keys and values), 4 sequences of 4,096 tokens
-    layers_2048  the same, 1 sequence of 2,048 tokens
+    layers_2048  the same, 1 sequence of 2,048 tokens, where the host decides
 
-bf16 and blockfp are compiled, layers one by one, and layers are timed without a compiler ("eager") too; TransformerEngine's
-modules are timed as its documentation calls them, with weights in bf16 (mlp) or FP8. Contenders of one library take turns.
+bf16 and blockfp are compiled, layers one by one, and layers are timed without a compiler ("eager") too, and those of few tokens
+as CUDA graphs ("graphs": mode="reduce-overhead"); TransformerEngine's modules are timed as its documentation calls them, with
+weights in bf16 (mlp) or FP8. Contenders of one library take turns.
 TransformerEngine runs in a process of its own, which times bf16 once more, because its import changes which attention kernels
 PyTorch takes. Where it isn't installed a note says so.
 """
@@ -38,6 +39,8 @@ import blockfp.torch as bfp
 RECIPES = {"fp8_current": "Float8CurrentScaling", "fp8_delayed": "DelayedScaling", "fp8_block": "Float8BlockScaling"}
 """Recipes, and TransformerEngine's of the same numerics."""
 CASES = ("mlp", "normed_mlp", "layers", "layers_2048")
+GRAPHS = ("layers_2048",)
+"""Cases of few tokens."""
 NOTE = "TransformerEngine isn't installed: its rows are left out (pip install transformer_engine[pytorch])"
 
 
@@ -131,6 +134,8 @@ def step_of(model: nn.Module, shape: Shape, where: dict[str, Any], context: Call
     delayed = any(getattr(getattr(module, "linear_recipe", None), "delayed", None) for module in model.modules())
 
     def step() -> None:
+        # Graphs write anew into the memory of the step before.
+        torch.compiler.cudagraph_mark_step_begin()
         model.zero_grad()
         x.grad = None
         with context():
@@ -145,22 +150,19 @@ def step_of(model: nn.Module, shape: Shape, where: dict[str, Any], context: Call
 def contenders(case: str, options: argparse.Namespace) -> dict[str, Callable[[], None]]:
     shape = (TINY if options.tiny else SHAPES)[case]
     where = {"device": options.device, "dtype": torch.bfloat16}
-    found: dict[str, nn.Module] = {"bf16": plain(case, shape, where)}
+    ways = ("", *(" eager",) * bool(shape.heads), *(" graphs",) * (case in GRAPHS))
+    found: dict[str, nn.Module] = {f"bf16{way}": plain(case, shape, where) for way in ways}
     contexts: dict[str, Any] = {}
-    if shape.heads:
-        found["bf16 eager"] = plain(case, shape, where)
     for recipe in options.recipes:
         torch.manual_seed(0)
         if options.theirs:
             found[f"TransformerEngine {recipe}"], contexts[f"TransformerEngine {recipe}"] = theirs(case, shape, recipe, where)
         else:
-            found[recipe] = ours(case, shape, recipe, where)
-            if shape.heads:
-                found[f"{recipe} eager"] = ours(case, shape, recipe, where)
+            found |= {f"{recipe}{way}": ours(case, shape, recipe, where) for way in ways}
     for name, model in found.items():
         if name not in contexts and not name.endswith("eager") and not options.tiny:
             for layer in model if shape.heads and isinstance(model, nn.Sequential) else [model]:
-                layer.compile()
+                layer.compile(mode="reduce-overhead" if name.endswith("graphs") else None)
     return {name: step_of(model, shape, where, contexts.get(name, nullcontext)) for name, model in found.items()}
 
 
