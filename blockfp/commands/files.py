@@ -15,9 +15,9 @@ from ..check import backends
 from ..check.measure import measure
 from ..definition.numerics import Quantized
 from ..files import export, manifest, saving, untrusted
-from ..files.contents import Weight
+from ..files.contents import Contents, Weight
 from ..files.layouts.known import LAYOUTS, in_formats_of, quantized_as_used
-from ..files.layouts.layout import write_layout
+from ..files.layouts.layout import joined_by_servers, write_layout
 from ..files.modelfile import Model, Tensor
 from ..files.quantized_model import contents_of, dequantize_model, quantize_model
 from ..formats import NAMES, Format
@@ -131,6 +131,7 @@ def convert_command(
         else:
             model = in_formats_of(LAYOUTS[layout], model, requantized)
             write_layout(LAYOUTS[layout], model, target, file_bytes, done)
+    _say_joined(model, layout)
     if model.left_out:
         what = "activation scales, which the new config.json doesn't describe"
         say(f"omitted: {_some(list(map(untrusted.printable, model.left_out)), what)}", "yellow")
@@ -212,6 +213,7 @@ def export_command(
             of_codes = export.export_values(model, target, dtype, file_bytes, done)
     if not (model.path / manifest.MANIFEST).exists():
         say(f"{model.path} has no checksums: its files may have changed since they were saved", "yellow")
+    _say_joined(model, to)
     if of_codes:
         say(f"dequantized from codes, because the checkpoint has no fp32 weight: {_some(of_codes, 'weights')}")
     if casts and not quantize and to != "high-precision":
@@ -220,6 +222,11 @@ def export_command(
         say(f"omitted, because only training needs it: {_some(model.left_out, 'tensors')}")
     weights, others = counted(len(model.weights), "quantized weight"), counted(len(model.others), "other tensor")
     say(f"wrote {target}: {weights} and {others} of {model.path.name}")
+
+
+def _say_joined(model: Contents, layout: str) -> None:
+    if layout in LAYOUTS and (joined := joined_by_servers(model.weights)):
+        say(untrusted.printable(joined), "yellow")
 
 
 def _some(names: list[str], what: str) -> str:

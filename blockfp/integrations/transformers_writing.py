@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -28,7 +29,7 @@ from blockfp.definition.layout import DTYPES
 from blockfp.files import modelfile
 from blockfp.files.contents import Contents, Weight
 from blockfp.files.layouts.known import LAYOUTS
-from blockfp.files.layouts.layout import not_released, write_layout
+from blockfp.files.layouts.layout import joined_by_servers, not_released, write_layout
 
 from ..torch_backend.check import to_numpy
 from ..torch_backend.checkpoint import ranks
@@ -105,6 +106,8 @@ def save_in_layout(
     entries = {name: _entry(name, value) for name, value in others.items()}
     contents = Contents(path, weights, entries, inputs=inputs, kv_scales=kv)
     write_layout(LAYOUTS[layout], contents, folder, file_bytes, lambda _: None)
+    if joined := joined_by_servers(weights):
+        warnings.warn(joined, stacklevel=2)
     _write_configs(model, folder)
 
 

@@ -236,6 +236,21 @@ def test_modelopt_states_no_inputs_whose_scale_is_left_out(tmp_path):
     assert (got.codes.tobytes(), got.scales.tobytes()) == (q.codes.tobytes(), q.scales.tobytes())
 
 
+@pytest.mark.parametrize(
+    ("format", "name"), [("nvfp4", "modelopt"), ("fp8_e4m3", "compressed-tensors"), ("mxfp8_e4m3", "compressed-tensors")]
+)
+@pytest.mark.parametrize("equal", [False, True])
+def test_scales_that_servers_join_are_named(format, name, equal, tmp_path):
+    x = np.linspace(-1, 1, 64 * 64, dtype=np.float32).reshape(64, 64)
+    layers = {f"layers.0.attn.{layer}_proj.weight": x * (1 if equal else i) for i, layer in enumerate("qkv", 1)}
+    layers |= {"layers.0.attn.o_proj.weight": 9 * x, "layers.0.mlp.up_proj.weight": 7 * x}
+    blockfp.save(tmp_path / "in.safetensors", {own: blockfp.quantize(values, format) for own, values in layers.items()})
+    result = run("convert", tmp_path / "in.safetensors", tmp_path / "out", "--layout", name)
+    assert result.exit_code == 0, result.output
+    said = "q_proj, k_proj, v_proj of layers.0.attn have scales of the whole tensor" in " ".join(plain(result.output).split())
+    assert said == (not equal and format != "mxfp8_e4m3")
+
+
 def test_a_config_beside_the_model_stays(tmp_path):
     (tmp_path / "in").mkdir()
     blockfp.save(

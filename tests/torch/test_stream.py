@@ -93,6 +93,16 @@ def test_a_whole_model_gives_the_bytes_of_the_file(format, layout, tmp_path):
     assert stream.configs["config.json"] == config
 
 
+@pytest.mark.parametrize("quantize", [False, True])
+def test_layers_that_servers_join_are_named(quantize):
+    weights = "high_precision" if quantize else "quantized"
+    attention = nn.ModuleDict({name: nn.Linear(64, 64, bias=False) for name in ("q_proj", "k_proj", "v_proj")})
+    model = bfp.convert(nn.ModuleDict({"attn": attention}), "nvfp4", weights=weights)
+    with pytest.warns(UserWarning, match="q_proj, k_proj, v_proj of attn have scales of the whole tensor") as caught:
+        bfp.stream_weights(model, layout="modelopt", quantize=quantize)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
 def test_weights_in_high_precision_go_as_they_are():
     layers = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 33))
     model = bfp.convert(layers, "fp8_row", weights="high_precision")

@@ -7,6 +7,7 @@ order. Each part is gathered once, with its bucket; evenly sharded rows of a buc
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from blockfp.definition.layout import dtype_of
 from blockfp.files import saving
 from blockfp.files.contents import Contents, Weight, quantized_entries
 from blockfp.files.layouts.known import LAYOUTS
-from blockfp.files.layouts.layout import Layout, not_released
+from blockfp.files.layouts.layout import Layout, joined_by_servers, not_released
 from blockfp.files.modelfile import Tensor as Entry
 from blockfp.files.names import SUFFIXES
 from blockfp.formats import Format
@@ -171,6 +172,8 @@ def stream_apart(
         return (found, known), settings, described
 
     found, known = ranks.check_alike("stream_weights", checked, None)
+    if joined := joined_by_servers(found.local):
+        warnings.warn(joined, stacklevel=3)
     keeps = keep_on is None or ranks.rank_and_world(None)[0] in keep_on
     return WeightStream(found, known, bucket_bytes, keeps, sha256)
 

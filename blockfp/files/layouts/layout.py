@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,37 @@ def not_released(names: Iterable[str]) -> tuple[str, str] | None:
                 "put into the layers"
             )
     return None
+
+
+_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+
+
+def joined_by_servers(weights: Mapping[str, Weight]) -> str | None:
+    """Returns what becomes of layers that vLLM joins to one matrix and whose scales of the whole tensor differ, or None.
+
+    Scales of weights that are made when they are read count as different.
+    """
+    for name, weight in weights.items():
+        if not is_weight(name) or not (weight.format.scale.two_level or weight.format.per_tensor):
+            continue
+        parent, _, own = layer_of(name).rpartition(".")
+        for layers in (each for each in _JOINED if own == each[0]):
+            places = (name.removesuffix(f"{own}.weight") + f"{layer}.weight" for layer in layers)
+            joined = [weights[place] for place in places if place in weights]
+            made = any(one.made for one in joined)
+            if len(joined) > 1 and (made or len({_scale_of(one) for one in joined}) > 1):
+                return (
+                    f"{', '.join(layers)} of {parent or 'the model'} have scales of the whole tensor ({weight.format}) that "
+                    "differ, and vLLM joins them to one matrix with one scale: it decodes all NVFP4 codes by it, and quantizes "
+                    "FP8 again, so it multiplies other values than these. Formats by block or by row, FP8 and MX, have no such "
+                    "scale"
+                )
+    return None
+
+
+def _scale_of(weight: Weight) -> float:
+    whole = weight.scales if weight.tensor_scale is None else weight.tensor_scale
+    return float(whole.read().reshape(-1)[0])
 
 
 def write_layout(known: Layout, model: Contents, folder: Path, file_bytes: int | None, done: Progress) -> None:
