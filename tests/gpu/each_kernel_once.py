@@ -74,7 +74,7 @@ def each_aligned():
                 format = Format.parse(name)
                 words = cuda_groups.group_rows(ends, shape[0])
                 for aligned in ((True, True), (True, False)):
-                    cast = OperandCast(format, format, aligned=aligned)
+                    cast = OperandCast(format, format, laid=aligned)
                     quantize_matrix(x, cast)
                     cuda_groups.quantize_groups(x, words, 3, cast)
 
