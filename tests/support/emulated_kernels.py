@@ -158,7 +158,7 @@ def quantize(
         if ordered:
             assert format.block in ((1, 128), (1, WHOLE_ROW))
             assert (x.ndim, row, column) == (2, 0, 0)
-            made = made._replace(scales=in_order(made.scales))
+            made = made._replace(scales=in_order(made.scales, math.nan))
         for to, part in zip(out, made, strict=True):
             # One scale may be the same memory for both directions.
             write(to, part)
@@ -239,9 +239,9 @@ def write_aligned(made, out, powers):
     write(powers, in_order(scales))
 
 
-def in_order(scales):
+def in_order(scales, padding=0.0):
     """Scales of lines as the library's product reads them."""
-    return torch.nn.functional.pad(scales.mT, (0, -scales.shape[-2] % 4)).contiguous()
+    return torch.nn.functional.pad(scales.mT, (0, -scales.shape[-2] % 4), value=padding).contiguous()
 
 
 def quantize_aligned(
