@@ -27,6 +27,7 @@ ACTIVATIONS = {name: index for index, name in enumerate(("silu", "gelu_tanh", "g
 """Activations before a layer, as the CUDA library numbers them (`Activation` of kernels/cuda/arguments.h)."""
 _FORMAT = ("element", "block_rows", "block_columns", "rule")
 _LIMITS = ("measure", "eps_bits", "largest_bits", "rotate_t")
+_ORDERED = ("rows_ordered", "columns_ordered")
 _PLACE = ("row", "column", "rows", "columns")
 PARTS = ("codes", "scales", "tensor_scale")
 PARTS_T = ("codes_t", "scales_t", "tensor_scale_t")
@@ -36,8 +37,8 @@ STORED_T = ("stored_t", "stored_scales_t")
 SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "amax": (("out",), ()),
     "amax_blocks": (("blocks", "nan", "tensor"), (*_FORMAT, "row", "column")),
-    "quantize": (("key", "amax", "recorded", *PARTS, *PARTS_T), (*_FORMAT, *_LIMITS, "mark", *_PLACE)),
-    "quantize_gated": (("amax", "recorded", *PARTS, *PARTS_T), ("activation", *_FORMAT, *_LIMITS)),
+    "quantize": (("key", "amax", "recorded", *PARTS, *PARTS_T), (*_FORMAT, *_LIMITS, *_ORDERED, "mark", *_PLACE)),
+    "quantize_gated": (("amax", "recorded", *PARTS, *PARTS_T), ("activation", *_FORMAT, *_LIMITS, *_ORDERED)),
     "quantize_groups": (
         ("keys", "amax", "recorded", "overflows", *PARTS, *PARTS_T),
         ("groups", "rows_keyed", "columns_keyed", *_FORMAT, *_LIMITS),
@@ -170,23 +171,25 @@ def quantize(
     format, turned, made = cast.format, (*shape[:-2], shape[-1], shape[-2]), {}
     numbers: dict[str, Any] = {"activation": first}
     if cast.one_pass(stored=function == "quantize") and 0 not in shape:
-        made |= {} if cast.row is None else _named(_ALIGNED, aligned_parts(shape))
+        made |= {} if cast.row is None else _named(_ALIGNED, laid_parts(shape, format))
         if cast.column is not None:
-            own = _named(_ALIGNED[2:], aligned_parts(turned))
-            made |= own if cast.aligned[1] else _named(STORED_T, layout.parts(turned, format))
+            own = _named(_ALIGNED[2:], laid_parts(turned, format))
+            made |= own if cast.laid[1] else _named(STORED_T, layout.parts(turned, format))
         return describe(f"{function}_aligned", made | {"recorded": ((1,), "int32")}, format, **numbers)
+    # MX is aligned behind this call.
+    ordered = [laid and not format.scale.e8m0 for laid in cast.laid]
     if cast.row is not None:
-        made |= _named(PARTS, layout.parts(shape, format, origin))
+        made |= _named(PARTS, laid_parts(shape, format) if ordered[0] else layout.parts(shape, format, origin))
     if cast.column is not None:
-        made |= _named(PARTS_T, layout.parts(turned, format, origin[::-1]))
+        made |= _named(PARTS_T, laid_parts(turned, format) if ordered[1] else layout.parts(turned, format, origin[::-1]))
     if cast.measures:
         made["amax"] = ((2 if cast.rotates else 1,), "int32")
     if format.per_row:
         # Scratch, for each row and column that has codes.
-        made["amax"] = ((sum(math.prod(made[name][0]) for name in ("scales", "scales_t") if name in made),), "int32")
+        made["amax"] = ((sum(math.prod(made[name][0][:-1]) for name in ("codes", "codes_t") if name in made),), "int32")
     if cast.given in ("multiplier", "scale") or (mark and not format.has_tensor_scale):
         made["recorded"] = ((1,), "int32")
-    numbers |= dict(zip(_PLACE, (*origin, *(whole or (0, 0))), strict=True), mark=mark)
+    numbers |= dict(zip((*_PLACE, *_ORDERED), (*origin, *(whole or (0, 0)), *ordered), strict=True), mark=mark)
     return describe(function, made, format, **numbers, **_limits(cast, dtype))
 
 
@@ -202,10 +205,10 @@ def quantize_groups(shape: tuple[int, int], dtype: str, cast: OperandCast, count
     by_row, by_column = (groups.shapes(shape, count, format, columnwise=columnwise) for columnwise in (False, True))
     numbers = {"groups": count, "rows_keyed": cast.random[0], "columns_keyed": cast.random[1]}
     if cast.one_pass() and 0 not in shape:
-        made = {"overflows": words} | ({} if cast.row is None else _named(_ALIGNED, aligned_parts(shape)))
+        made = {"overflows": words} | ({} if cast.row is None else _named(_ALIGNED, laid_parts(shape, format)))
         if cast.column is not None:
-            own = aligned_parts((shape[1], groups.columns_for(shape[0], count)))
-            made |= _named(_ALIGNED[2:], own) if cast.aligned[1] else _named(STORED_T, by_column)
+            own = laid_parts((shape[1], groups.columns_for(shape[0], count)), format)
+            made |= _named(_ALIGNED[2:], own) if cast.laid[1] else _named(STORED_T, by_column)
         return describe("quantize_groups_aligned", made, format, **numbers)
     # A tensor scale is written for both directions, whichever is asked for.
     made = _named(PARTS, by_row if cast.row is not None else by_row[:0]) | _named(PARTS_T, by_column if cast.column else [])
@@ -220,18 +223,23 @@ def quantize_groups(shape: tuple[int, int], dtype: str, cast: OperandCast, count
     return describe("quantize_groups", made, format, **numbers, **_limits(cast, dtype))
 
 
-def aligned_parts(shape: Sequence[int]) -> tuple[Array, Array]:
-    """Codes and scales of aligned matrices [.., lines, length], as the library's products take them."""
+def laid_parts(shape: Sequence[int], format: Format) -> tuple[Array, Array]:
+    """Codes and scales of matrices [.., lines, length] as the library's products read them, scales block by block.
+
+    MX comes aligned: FP8 codes in rows filled up to 16, a scale for 128. Others are FP8 in blocks of 1x128 or of rows.
+    """
     *leading, lines, length = shape
-    codes = (*leading, lines, -(-length // 16) * 16)
-    return (codes, "uint8"), ((*leading, -(-length // 128), -(-lines // 4) * 4), "float32")
+    block, width = format.block or (0, 0), length
+    if format.scale.e8m0:
+        block, width = (1, 128), -(-length // 16) * 16
+    return ((*leading, lines, width), "uint8"), ((*leading, -(-length // block[1]), -(-lines // 4) * 4), "float32")
 
 
 @lru_cache(maxsize=4096)
 def align(shape: tuple[int, ...], format: Format, turned: bool = False) -> Call:
     """Describes how MX codes of matrices [.., rows, columns] get one scale for 128 elements; `turned`: of the transposed."""
     *leading, rows, columns = shape
-    made = aligned_parts((*leading, columns, rows) if turned else shape)
+    made = laid_parts((*leading, columns, rows) if turned else shape, format)
     return describe("align", _named(("out", "out_scales"), made), format, columns=columns, turned=turned)
 
 

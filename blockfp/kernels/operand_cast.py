@@ -31,7 +31,8 @@ class OperandCast(NamedTuple):
         random: which directions are rounded stochastically.
         rotate: whether the random Hadamard transform comes before the columnwise direction.
         eps: lifts amaxes.
-        aligned: which directions come aligned: MX codes with a scale for 128 elements (`align`).
+        laid: which directions come laid out as the CUDA library's products read them: MX codes aligned to a scale for 128
+            elements, and 1x128 scales or scales of rows block by block (`calls.laid_parts`).
     """
 
     row: Format | None = None
@@ -40,7 +41,7 @@ class OperandCast(NamedTuple):
     random: Pair = NEITHER
     rotate: bool = False
     eps: float = 0.0
-    aligned: Pair = NEITHER
+    laid: Pair = NEITHER
 
     @property
     def format(self) -> Format:
@@ -52,9 +53,9 @@ class OperandCast(NamedTuple):
     @property
     def directions(self) -> tuple[OperandCast, OperandCast]:
         """The cast along the rows and the one along the columns, alone."""
-        (row, column), (rows, columns) = self.random, self.aligned
-        by_row = self._replace(column=None, random=(row, False), rotate=False, aligned=(rows, False))
-        return by_row, self._replace(row=None, random=(False, column), aligned=(False, columns))
+        (row, column), (rows, columns) = self.random, self.laid
+        by_row = self._replace(column=None, random=(row, False), rotate=False, laid=(rows, False))
+        return by_row, self._replace(row=None, random=(False, column), laid=(False, columns))
 
     @property
     def rotates(self) -> bool:
@@ -69,9 +70,10 @@ class OperandCast(NamedTuple):
     def one_pass(self, *, stored: bool = True) -> bool:
         """Says whether a kernel quantizes straight to aligned codes; `stored`: whether columns may stay those of the format."""
         row, column = self.row is not None, self.column is not None
-        rows, columns = row and self.aligned[0], column and self.aligned[1]
+        rows, columns = row and self.laid[0], column and self.laid[1]
         apart = (row and self.random[0]) or (column and (self.random[1] or self.rotate))
-        return (rows or columns) and rows == row and (stored or columns == column) and not (self.format.square or apart)
+        wanted = self.format.scale.e8m0 and (rows or columns)
+        return wanted and rows == row and (stored or columns == column) and not (self.format.square or apart)
 
     def of_made(self, rows: int, columns: int) -> bool:
         """Says whether kernels that make their operand [rows, columns] have this cast."""
@@ -97,7 +99,7 @@ def operand_cast(
     *,
     given: Given = None,
     keyed: bool = False,
-    aligned: Pair = NEITHER,
+    laid: Pair = NEITHER,
 ) -> OperandCast:
     """Describes a recipe's casts of an operand; a direction without cast or format isn't wanted.
 
@@ -106,6 +108,6 @@ def operand_cast(
     row = None if row is None or row.format is None else row
     column = None if column is None or column.format is None else column
     random = (keyed and row is not None and row.stochastic, keyed and column is not None and column.stochastic)
-    rotate, aligned = column is not None and column.rotate, (aligned[0] and row is not None, aligned[1] and column is not None)
+    rotate, laid = column is not None and column.rotate, (laid[0] and row is not None, laid[1] and column is not None)
     formats = (None if row is None else row.format, None if column is None else column.format)
-    return OperandCast(*formats, given, random, rotate, eps, aligned)
+    return OperandCast(*formats, given, random, rotate, eps, laid)

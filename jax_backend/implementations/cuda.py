@@ -201,7 +201,7 @@ def _multiply(shape, dtype, chosen: Plan, *operands: jax.Array, **given: jax.Arr
 
 
 def align(x: Quantized, format: Format, columns: int, *, turned: bool = False) -> Quantized:
-    """Shifts MX codes to one scale for 128 elements (`calls.aligned_parts`); `turned`: those of the transposed matrices."""
+    """Shifts MX codes to one scale for 128 elements (`calls.laid_parts`); `turned`: those of the transposed matrices."""
     found = _carry_out(calls.align((*x.codes.shape[:-1], columns), format, turned), x.codes, x.scales)
     return Quantized(found["out"], found["out_scales"], None)
 

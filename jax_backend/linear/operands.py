@@ -171,7 +171,7 @@ class _Operands:
         scaled = self.delayed is not None and self.placement.tensor is None and format.per_tensor
         plain = operand_cast(row, column, eps_for(format, self.eps), given="scale" if scaled else None)
         for gated in (True, False) if self.made is not None else (False,):
-            cast = plain._replace(aligned=self.aligned)
+            cast = plain._replace(laid=self.aligned)
             cast = cast if cast.one_pass(stored=not gated) and self.x.size else plain
             if cast.of_made(*self.x.shape) if gated else scaled or cast is not plain:
                 return self._by_library(cast, gated)
@@ -216,14 +216,14 @@ class _Operands:
             for way, turned in enumerate((x, rotate(x.mT) if cast.rotate else x.mT)):
                 if cast[way] is not None:
                     parts = marked(XLA.quantize)(turned, None, multiplier, format=format, eps=cast.eps)
-                    found[way] = align(parts, format, lengths[way]) if cast.aligned[way] else parts
+                    found[way] = align(parts, format, lengths[way]) if cast.laid[way] else parts
             return found[0], found[1], amax
 
         scale = self.delayed.scale if cast.given == "scale" and self.delayed is not None else None
         *parts, amax = explicit.on_device(lambda _, *given: kernel(*given), definition, x, inputs, scale)
         made: list[Side | None] = [None, None]
         for way, part in enumerate(parts):
-            if part is not None and cast.aligned[way]:
+            if part is not None and cast.laid[way]:
                 made[way] = Aligned(part.codes, part.scales, format, lengths[way], np.dtype(x.dtype))
             elif part is not None:
                 made[way] = wrap_parts(part, format, x, columnwise=bool(way))

@@ -38,6 +38,7 @@ struct Output {
   void* scales;
   const uint32_t* key;  // two words, or null to round to nearest even
   int64_t scale_bytes;
+  bool ordered;         // of one matrix: 1x128 scales are stored block by block (ordered_place), as products read them
 };
 
 // One direction's outputs for aligned MX operands (align.cu): FP8 codes in rows padded to a multiple of 16, scales block by
@@ -175,7 +176,8 @@ cudaError_t launch_transpose(const void* in, void* out, int bits, int64_t batche
 // Puts scales of rows and columns in order, in place; `words` of either may be null. They were written by preceding work in the
 // stream. All become NaN if `overflow` (may be null) contains kInfinity.
 cudaError_t launch_order_scales(const ScalesByTile& rows, const ScalesByTile& columns, const int32_t* overflow, cudaStream_t stream);
-// Sets all scales, and aligned codes, to NaN if a.recorded is kInfinity and they are to be marked.
+// Sets all scales, and aligned codes, to NaN if a.recorded is kInfinity and they are to be marked. The preceding work in the
+// stream must be the kernel that records it.
 cudaError_t launch_spoil(const QuantizeArguments& a, cudaStream_t stream);
 // Whether launch_order_scales can run: lines form whole bands, and a band fits into shared memory.
 bool can_order_scales(int64_t rows, int64_t columns);

@@ -130,6 +130,11 @@ __device__ __forceinline__ float stored_tensor_scale(const QuantizeArguments& a,
 template <class E, int Block>
 constexpr int kNanMark = Block == 16 ? 0x7F : 0xFF;
 
+// Index of a line's scale of 1x128 in the order of products: block by block, lines padded to a multiple of 4.
+__device__ __forceinline__ int64_t ordered_place(int64_t block, int64_t line, int64_t lines) {
+  return block * ((lines + 3) / 4 * 4) + line;
+}
+
 template <int Block>
 __device__ __forceinline__ void store_scale(void* scales, int64_t index, int32_t stored) {
   if constexpr (Block == 0 || Block == 128) {

@@ -8,7 +8,7 @@
 //   amax_blocks(x, blocks, nan?, tensor?, FORMAT, row, column)
 //       blocks, nan: int32, one per block; tensor: int32 [1].
 //   quantize(x, key?, amax?, recorded?, codes?, scales?, tensor_scale?, codes_t?, scales_t?, tensor_scale_t?, FORMAT,
-//            measure, eps_bits, largest_bits, rotate_t, mark, row, column, rows, columns)
+//            measure, eps_bits, largest_bits, rotate_t, rows_ordered, columns_ordered, mark, row, column, rows, columns)
 //       codes, scales: along the rows of x. codes_t, scales_t: of x transposed. Either, or both from one read.
 //       amax: of the tensor, for formats with one scale per tensor or two levels: int32 bits; with `measure` it is computed first, in
 //       place; a float32 is the multiplier itself (delayed scaling), with `measure` only if it is above 0: otherwise the amax of x
@@ -17,7 +17,9 @@
 //       recorded: int32 [1]; with one scale per tensor it becomes the amax of x, in blocks the bits of Inf if x contains one. mark:
 //       scales (tensor scales, with two levels) become NaN if x contains an Inf; requires `recorded` if there is no amax.
 //       key: int32 or uint32 [2], or [4] whose second pair is for codes_t; absent: round to nearest even. rotate_t: apply the random
-//       Hadamard transform before codes_t. largest_bits: fp32 bits that replace an FP8 block multiplier that overflows.
+//       Hadamard transform before codes_t. largest_bits: fp32 bits that replace an FP8 block multiplier that overflows. rows_ordered,
+//       columns_ordered: scales, scales_t are those of one matrix as `product` reads them (products/product_exports.cu), 1x128 or a
+//       scale per row, [blocks, lines padded to a multiple of 4]; the padding isn't written.
 //   encode(x, blocks?, nan?, amax?, key?, codes, scales, tensor_scale?, FORMAT, eps_bits, largest_bits, row, column, rows, columns)
 //       with blocks or amax (reduced elsewhere), scales and tensor_scale are written; without, they are read. Any strides and origin.
 //   requantize(x, blocks, nan?, amax?, key?, codes, scales, tensor_scale?, kept_tensor_scale?, FORMAT, row, column, rows, columns)
@@ -103,7 +105,8 @@ void amax_blocks(TensorView x, TensorView blocks, MaybeTensor nan, MaybeTensor t
 void quantize(TensorView x, MaybeTensor key, MaybeTensor amax, MaybeTensor recorded, MaybeTensor codes, MaybeTensor scales,
               MaybeTensor tensor_scale, MaybeTensor codes_t, MaybeTensor scales_t, MaybeTensor tensor_scale_t, int64_t element,
               int64_t block_rows, int64_t block_columns, int64_t rule, bool measure, int64_t eps_bits, int64_t largest_bits,
-              bool rotate_t, bool mark, int64_t row, int64_t column, int64_t rows, int64_t columns) {
+              bool rotate_t, bool rows_ordered, bool columns_ordered, bool mark, int64_t row, int64_t column, int64_t rows,
+              int64_t columns) {
   const OnDevice on(x, "x");
   QuantizeArguments a{};
   a.x = matrices_of(x, "x");
@@ -127,11 +130,13 @@ void quantize(TensorView x, MaybeTensor key, MaybeTensor amax, MaybeTensor recor
   check_array(codes, "codes", on.device, lines * code_row_bytes(a.format.element, a.x.columns), 8, "packed codes of x");
   check_array(codes_t, "codes_t", on.device, lines_t * code_row_bytes(a.format.element, a.x.rows), 8, "packed codes of x transposed");
   if (has(codes) || whole) {
-    const int64_t count = block_count(a.format, a.x.batches, a.x.rows, a.x.columns, square ? w.row_phase : 0, w.column_phase);
+    const int64_t count = rows_ordered ? ordered_count(a.format, a.x.rows, a.x.columns)
+                                       : block_count(a.format, a.x.batches, a.x.rows, a.x.columns, square ? w.row_phase : 0, w.column_phase);
     check_array(scales, "scales", on.device, count, a.format.scale_bits(), "a scale for each block of x");
   }
   if (has(codes_t)) {
-    const int64_t count = block_count(a.format, a.x.batches, a.x.columns, a.x.rows, square ? w.column_phase : 0, w.row_phase);
+    const int64_t count = columns_ordered ? ordered_count(a.format, a.x.columns, a.x.rows)
+                                          : block_count(a.format, a.x.batches, a.x.columns, a.x.rows, square ? w.column_phase : 0, w.row_phase);
     check_array(scales_t, "scales_t", on.device, count, a.format.scale_bits(), "a scale for each block of x transposed");
   }
   check(has(codes) == has(scales) || x.numel() == 0, "codes and scales come together, and ", has(codes) ? "scales" : "codes",
@@ -139,8 +144,10 @@ void quantize(TensorView x, MaybeTensor key, MaybeTensor amax, MaybeTensor recor
   check(has(codes_t) == has(scales_t) || x.numel() == 0, "codes_t and scales_t come together, and ",
         has(codes_t) ? "scales_t" : "codes_t", " is missing");
   const auto scale_bytes = [&](const MaybeTensor& of) { return has(of) ? of.value().numel() * a.format.scale_bits() / 8 : 0; };
-  a.row = {data_of<uint8_t>(codes), data_of<void>(scales), key_of(key, 0, on.device), scale_bytes(scales)};
-  a.column = {data_of<uint8_t>(codes_t), data_of<void>(scales_t), key_of(key, 1, on.device), scale_bytes(scales_t)};
+  check(!(rows_ordered || columns_ordered) || (a.x.batches == 1 && row == 0 && column == 0),
+        "scales in the order of products are those of one whole matrix; there are ", a.x.batches, ", from (", row, ", ", column, ")");
+  a.row = {data_of<uint8_t>(codes), data_of<void>(scales), key_of(key, 0, on.device), scale_bytes(scales), rows_ordered};
+  a.column = {data_of<uint8_t>(codes_t), data_of<void>(scales_t), key_of(key, 1, on.device), scale_bytes(scales_t), columns_ordered};
   check_array(recorded, "recorded", on.device, 1, 32, "one int32");
   a.recorded = data_of<int32_t>(recorded);
   a.mark = mark;

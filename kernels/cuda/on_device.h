@@ -69,6 +69,13 @@ inline Format checked_format(int64_t element, int64_t block_rows, int64_t block_
   return f;
 }
 
+// Number of 1x128 scales, or of a scale per row, in the order of products (Output::ordered).
+inline int64_t ordered_count(const Format& f, int64_t lines, int64_t length) {
+  check(f.block_rows == 1 && (f.block_columns == 128 || f.per_row()),
+        "scales of 1x128 and of rows alone have an order of products; the format has blocks of ", f.block_rows, "x", f.block_columns);
+  return ceil_div(lines, 4) * 4 * ceil_div(length, f.block_columns);
+}
+
 // Leading axes must be evenly spaced.
 inline Matrices matrices_of(const TensorView& x, const char* name) {
   check(x.ndim() >= 2, name, " must have two or more axes; it is ", describe(x));

@@ -65,16 +65,16 @@ def each_rotation():
 
 
 def each_aligned():
-    """Quantized straight to aligned codes: of whole tiles, ragged, and of groups."""
+    """Quantized straight to aligned codes, and to scales in the order of products: of whole tiles, ragged, and of groups."""
     ends = torch.tensor([100, 100, 141], dtype=torch.int32, device="cuda")
     for dtype in (torch.bfloat16, torch.float32):
         for shape in ((160, 256), (141, 75)):
             x = torch.randn(shape, device="cuda").to(dtype)
-            for name in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_e2m1"):
+            for name in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_e2m1", "fp8_e4m3_1x128"):
                 format = Format.parse(name)
                 words = cuda_groups.group_rows(ends, shape[0])
                 for aligned in ((True, True), (True, False)):
-                    cast = OperandCast(format, format, aligned=aligned)
+                    cast = OperandCast(format, format, laid=aligned)
                     quantize_matrix(x, cast)
                     cuda_groups.quantize_groups(x, words, 3, cast)
 

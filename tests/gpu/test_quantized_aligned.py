@@ -16,7 +16,7 @@ from blockfp import recipes
 from blockfp.definition import alignment
 from blockfp.formats import FORMATS, Format
 from blockfp.kernels import switch
-from blockfp.kernels.calls import aligned_parts, format_numbers
+from blockfp.kernels.calls import format_numbers, laid_parts
 from blockfp.kernels.cuda_library import library
 from blockfp.kernels.operand_cast import OperandCast
 
@@ -79,7 +79,7 @@ def direct_and_after(x, format, row, column, aligned):
     """What the kernel makes of x, and what quantizing and aligning make of it."""
     plain_cast = OperandCast(format if row else None, format if column else None)
     CALLS.clear()
-    found = quantize_plans.quantize_matrix(x, plain_cast._replace(aligned=aligned))
+    found = quantize_plans.quantize_matrix(x, plain_cast._replace(laid=aligned))
     plain = quantize_plans.quantize_matrix(x, plain_cast)
     assert CALLS == ["quantize_aligned"]
     wanted, rows, columns = [], *x.shape[-2:]
@@ -140,7 +140,7 @@ def test_nothing_else_is_written(format):
     format = Format.parse(format)
     for rows, columns in ((130, 200), (256, 384), (31, 65)):
         x = data("gaussian", rows, columns, torch.bfloat16)
-        shapes = [shape for lines in ((rows, columns), (columns, rows)) for shape, _ in aligned_parts(lines)]
+        shapes = [shape for lines in ((rows, columns), (columns, rows)) for shape, _ in laid_parts(lines, format)]
         rooms, views = [], []
         for number, shape in enumerate(shapes):
             count = shape[0] * shape[1] * (4 if number % 2 else 1)
@@ -182,7 +182,7 @@ def test_what_an_activation_makes(format, activation, dtype):
                 pytest.skip("PyTorch's activation has other bits here")
             made = activate(gate, up, activation)
             for row, column, aligned in WANTED[:3]:
-                cast = OperandCast(format if row else None, format if column else None, aligned=aligned)
+                cast = OperandCast(format if row else None, format if column else None, laid=aligned)
                 CALLS.clear()
                 found = gated_ops.quantize_gated(gate, up, activation, "apart", cast)
                 assert CALLS == ["quantize_gated_aligned"]
@@ -215,7 +215,7 @@ def test_groups(format, dtype):
                 cuda_layouts.align(*plain.column, format, columns=width),
             )
             for row, column, aligned in WANTED:
-                cast = OperandCast(format if row else None, format if column else None, aligned=aligned)
+                cast = OperandCast(format if row else None, format if column else None, laid=aligned)
                 CALLS.clear()
                 found = cuda_groups.quantize_groups(x, words, count, cast)
                 assert CALLS == ["quantize_groups_aligned"]
@@ -248,12 +248,12 @@ def test_random_codes_are_aligned_in_a_pass_of_their_own():
         cast = OperandCast(format, format, random=random, rotate=rotate)
         plain = quantize_plans.quantize_matrix(x, cast, keys=keys)
         wanted = [*cuda_layouts.align(*plain[:2], format, columns=384), *cuda_layouts.align(*plain[2:], format, columns=256)]
-        found = quantize_plans.quantize_matrix(x, cast._replace(aligned=(True, True)), keys=keys)
+        found = quantize_plans.quantize_matrix(x, cast._replace(laid=(True, True)), keys=keys)
         assert_same_bytes(found, wanted, (random, rotate))
     words = cuda_groups.group_rows(torch.tensor([100, 256], dtype=torch.int32, device="cuda"), 256)
     cast, keys = OperandCast(format, format, random=(True, False)), keys.expand(2, 2, 2).contiguous()
     plain = cuda_groups.quantize_groups(x, words, 2, cast, keys=keys)
-    found = cuda_groups.quantize_groups(x, words, 2, cast._replace(aligned=(True, True)), keys=keys)
+    found = cuda_groups.quantize_groups(x, words, 2, cast._replace(laid=(True, True)), keys=keys)
     assert_same_bytes(found.row, cuda_layouts.align(*plain.row, format, columns=384))
     assert_same_bytes(found.column, cuda_layouts.align(*plain.column, format, columns=384))
 
@@ -265,8 +265,8 @@ def apart(monkeypatch):
     def turn_off():
         no = lambda *_, **__: False  # noqa: E731
         for module, name in (
-            (linear_ops, "comes_aligned"),
-            (linear_module, "comes_aligned"),
+            (linear_ops, "comes_laid"),
+            (linear_module, "comes_laid"),
             (grouped_ops, "rows_come_aligned"),
             (grouped_ops, "columns_come_aligned"),
         ):
@@ -368,9 +368,9 @@ def test_what_is_aligned_in_a_pass_of_its_own():
 
 def test_an_aligned_operand_is_refused_elsewhere():
     q = bfp.quantize(torch.randn(64, 64, device="cuda"), "fp8_e4m3_1x128")
-    a = products.Matrix(q.parts, Format.parse("mxfp8_e4m3"), aligned=True)
+    a = products.Matrix(q.parts, Format.parse("mxfp8_e4m3"), laid=True)
     b = products.Matrix([torch.randn(64, 64, device="cuda")], None)
-    with pytest.raises(ValueError, match="an operand is aligned"):
+    with pytest.raises(ValueError, match="an operand comes laid out"):
         products.multiply_parts(a, b, 64, 64, None, torch.bfloat16, False, None)
 
 

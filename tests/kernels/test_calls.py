@@ -94,14 +94,29 @@ def test_straight_to_aligned_codes(grouped):
         return calls.quantize_groups(shape, "bfloat16", one, 2) if grouped else calls.quantize(shape, "bfloat16", one)
 
     width = groups.columns_for(256, 2) if grouped else 256
-    both = call(format, format, aligned=(True, True))
+    both = call(format, format, laid=(True, True))
     assert both.function.endswith("_aligned")
     assert (both.arrays["codes"], both.arrays["scales"]) == (((256, 384), "uint8"), ((3, 256), "float32"))
     assert both.arrays["codes_t"] == ((384, width), "uint8")
-    assert call(format, format, aligned=(True, False)).arrays["stored_t"] == ((384, width), "uint8")
+    assert call(format, format, laid=(True, False)).arrays["stored_t"] == ((384, width), "uint8")
     for options in (
-        {"aligned": (False, True)},
-        {"aligned": (True, True), "random": (False, True)},
-        {"aligned": (True, True), "rotate": True},
+        {"laid": (False, True)},
+        {"laid": (True, True), "random": (False, True)},
+        {"laid": (True, True), "rotate": True},
     ):
         assert not call(format, format, **options).function.endswith("_aligned")
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("fp8_e4m3_1x128", (3, 1)), ("fp8_e5m2_row", (1, 1))])
+def test_scales_in_the_order_of_products(name, blocks):
+    """[blocks, lines filled up to four] of the directions that come laid out, by the function that stores others."""
+    format, shape = Format.parse(name), (37, 300)
+    for laid in ((True, True), (True, False), (False, True)):
+        call = calls.quantize(shape, "bfloat16", OperandCast(format, format, laid=laid))
+        assert (call.function, call.numbers["rows_ordered"], call.numbers["columns_ordered"]) == ("quantize", *laid)
+        rows, columns = layout.parts(shape, format), layout.parts(shape[::-1], format)
+        assert [call.arrays["codes"], call.arrays["codes_t"]] == [rows[0], columns[0]]
+        assert call.arrays["scales"] == (((blocks[0], 40), "float32") if laid[0] else rows[1])
+        assert call.arrays["scales_t"] == (((blocks[1], 300), "float32") if laid[1] else columns[1])
+        if format.per_row:
+            assert call.arrays["amax"] == ((337,), "int32")

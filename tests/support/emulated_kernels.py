@@ -8,7 +8,7 @@ from blockfp.torch_backend.ops.layer.activations import ROWS, activate, gradient
 
 from blockfp.definition import alignment, bits, layout, numerics, rotation, rounding, scaling
 from blockfp.definition.numerics import Amax
-from blockfp.formats import E4M3, E5M2, FORMATS, Format
+from blockfp.formats import E4M3, E5M2, FORMATS, WHOLE_ROW, Format
 from blockfp.kernels import calls
 
 BY_NUMBERS = {calls.format_numbers(format): format for format in FORMATS}
@@ -114,7 +114,7 @@ def amax_blocks(x, blocks, nan, tensor, element, block_rows, block_columns, rule
 
 def quantize(
     x, key, amax, recorded, codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t, element, block_rows, block_columns,
-    rule, measure, eps_bits, largest_bits, rotate_t, mark, row, column, rows, columns,
+    rule, measure, eps_bits, largest_bits, rotate_t, rows_ordered, columns_ordered, mark, row, column, rows, columns,
 ):  # fmt: skip
     format = BY_NUMBERS[element, block_rows, block_columns, rule]
     eps = float_of(eps_bits)
@@ -136,11 +136,11 @@ def quantize(
         if rotate_t:
             write(amax[1:], amax_bits(rotation.rotate(x.mT)))
     directions = (
-        (x, codes, (codes, scales, tensor_scale), (row, column), (rows, columns)),
-        (x.mT, codes_t, (codes_t, scales_t, tensor_scale_t), (column, row), (columns, rows)),
+        (x, rows_ordered, (codes, scales, tensor_scale), (row, column), (rows, columns)),
+        (x.mT, columns_ordered, (codes_t, scales_t, tensor_scale_t), (column, row), (columns, rows)),
     )
-    for number, (values, wanted, out, origin, shape) in enumerate(directions):
-        if wanted is None:
+    for number, (values, ordered, out, origin, shape) in enumerate(directions):
+        if out[0] is None:
             continue
         turned = number == 1
         values = rotation.rotate(values) if turned and rotate_t else values
@@ -155,6 +155,10 @@ def quantize(
         made = numerics.quantize(values, format, **options)
         if mark:
             made = _spoil(x, made)
+        if ordered:
+            assert format.block in ((1, 128), (1, WHOLE_ROW))
+            assert (x.ndim, row, column) == (2, 0, 0)
+            made = made._replace(scales=in_order(made.scales, math.nan))
         for to, part in zip(out, made, strict=True):
             # One scale may be the same memory for both directions.
             write(to, part)
@@ -229,11 +233,15 @@ def align(codes, scales, out, powers, element, block_rows, columns, turned):
 
 def write_aligned(made, out, powers):
     codes, scales = made[:2]
-    lines, length = codes.shape[-2:]
+    length = codes.shape[-1]
     assert out.shape[-1] == -(-length // 16) * 16
     write(out, torch.nn.functional.pad(codes, (0, out.shape[-1] - length)))
-    ordered = torch.nn.functional.pad(scales.mT, (0, -lines % 4))
-    write(powers, ordered.contiguous())
+    write(powers, in_order(scales))
+
+
+def in_order(scales, padding=0.0):
+    """Scales of lines as the library's product reads them."""
+    return torch.nn.functional.pad(scales.mT, (0, -scales.shape[-2] % 4), value=padding).contiguous()
 
 
 def quantize_aligned(
@@ -254,9 +262,8 @@ def quantize_aligned(
 
 
 def _made(made, amax, recorded, codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t, numbers):
-    *format, measure, eps_bits, largest_bits, rotate_t = numbers
     parts = (codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t)
-    quantize(made, None, amax, recorded, *parts, *format, measure, eps_bits, largest_bits, rotate_t, True, 0, 0, 0, 0)
+    quantize(made, None, amax, recorded, *parts, *numbers, True, 0, 0, 0, 0)
 
 
 _ACTIVATIONS = {row.number: name for name, row in ROWS.items()}

@@ -115,7 +115,7 @@ def test_an_infinity_in_an_operand_reaches_its_row(library):
 def passes(monkeypatch, library):
     """How many operands come aligned from their casts, and how many products align."""
     counts = {"cast": 0, "product": 0}
-    in_product, in_cast = cuda_layouts.aligner, cuda_layouts.align_parts
+    in_product, in_cast = cuda_layouts.aligner, cuda_layouts.lay_parts
 
     def aligner(*arguments):
         align = in_product(*arguments)
@@ -126,12 +126,12 @@ def passes(monkeypatch, library):
 
         return counted
 
-    def align_parts(parts, plans):
+    def lay_parts(parts, plans):
         counts["cast"] += len(plans)
         in_cast(parts, plans)
 
     monkeypatch.setattr(cuda_layouts, "aligner", aligner)
-    monkeypatch.setattr(cuda_layouts, "align_parts", align_parts)
+    monkeypatch.setattr(cuda_layouts, "lay_parts", lay_parts)
     return counts
 
 
@@ -157,7 +157,7 @@ def test_where_codes_are_aligned_changes_no_bit(name, passes, monkeypatch):
     # The columns of a ReLU's result, which autograd keeps, are made again in the backward.
     assert passes == {"cast": 4, "product": 2}
     for module in (linear_ops, linear):
-        monkeypatch.setattr(module, "comes_aligned", lambda *_, **__: False)
+        monkeypatch.setattr(module, "comes_laid", lambda *_, **__: False)
     forget_plans()
     assert_equal(direct, both())
     assert passes == {"cast": 4, "product": 8}
@@ -168,7 +168,7 @@ def test_directions_have_formats_of_their_own(passes, monkeypatch):
     recipe = recipes.mxfp8().replace(gradient=recipes.Cast("nvfp4"), gradient_columnwise=recipes.Cast("mxfp8_e4m3"))
     direct = step(recipe)
     assert passes == {"cast": 2, "product": 2}
-    monkeypatch.setattr(linear_ops, "comes_aligned", lambda *_, **__: False)
+    monkeypatch.setattr(linear_ops, "comes_laid", lambda *_, **__: False)
     forget_plans()
     assert_equal(direct, step(recipe))
     assert passes == {"cast": 2, "product": 6}

@@ -159,7 +159,7 @@ DECODER = {
 # (In the forward one without elements is for gradients of gradients.)
 OPERATIONS = {
     "fp8_current": ({"empty_like": 6, "new_empty": 1}, {"empty_like": 9}),
-    "fp8_block": ({"empty_like": 7, "new_empty": 1}, {"empty_like": 11}),
+    "fp8_block": ({"empty_like": 7, "new_empty": 1}, {"empty_like": 10}),
     "fp8_delayed": ({"empty_like": 6, "new_empty": 1}, {"empty_like": 9}),
     "mxfp8": ({"empty_like": 8, "new_empty": 1}, {"empty_like": 11}),
 }

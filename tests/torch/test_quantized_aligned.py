@@ -12,7 +12,7 @@ from same_tensors import assert_equal
 
 from blockfp.definition import alignment, groups, numerics
 from blockfp.formats import Format
-from blockfp.kernels.calls import aligned_parts
+from blockfp.kernels.calls import laid_parts
 from blockfp.kernels.operand_cast import OperandCast
 
 WANTED = ((True, False, (True, False)), (False, True, (False, True)), (True, True, (True, True)), (True, True, (True, False)))
@@ -22,7 +22,7 @@ WANTED = ((True, False, (True, False)), (False, True, (False, True)), (True, Tru
 def aligned(q, format, columns):
     """Codes and scales as the library's product takes them."""
     made, rows = alignment.align(q.codes, q.scales, format, columns=columns), q.codes.shape[0]
-    codes, scales = (torch.zeros(shape) for shape, _ in aligned_parts((rows, columns)))
+    codes, scales = (torch.zeros(shape) for shape, _ in laid_parts((rows, columns), format))
     codes[:, :columns], scales[:, :rows] = made.codes, made.scales.mT
     return [codes.to(torch.uint8), scales]
 
@@ -53,7 +53,7 @@ def wanted_parts(x, format, row, column, shifts):
 @pytest.mark.parametrize(("row", "column", "shifts"), WANTED)
 def test_one_call_makes_all_directions(library, name, row, column, shifts):
     format, x = Format.parse(name), torch.randn(40, 200).bfloat16()
-    run = cuda_reader.reader(x, OperandCast(format if row else None, format if column else None, aligned=shifts))
+    run = cuda_reader.reader(x, OperandCast(format if row else None, format if column else None, laid=shifts))
     assert_equal(run(x, None, None, None), wanted_parts(x, format, row, column, shifts))
     assert library.calls == ["quantize_aligned"]
 
@@ -63,7 +63,7 @@ def test_one_call_makes_all_directions(library, name, row, column, shifts):
 def test_of_an_activation(library, row, column, shifts, alone):
     format, gate, up = Format.parse("mxfp6_e3m2"), torch.randn(16, 72).bfloat16(), torch.randn(16, 72).bfloat16()
     up, formats = None if alone else up, [format if wanted else None for wanted in (row, column)]
-    run = gated_kernels.plan_of(gate, up, "silu", "apart", OperandCast(*formats, aligned=shifts))
+    run = gated_kernels.plan_of(gate, up, "silu", "apart", OperandCast(*formats, laid=shifts))
     made = activate(gate, up, "silu")
     assert_equal(run((gate, up), None, None), wanted_parts(made, format, row, column, shifts))
     assert library.calls == ["quantize_gated_aligned"]
@@ -73,7 +73,7 @@ def test_of_an_activation(library, row, column, shifts, alone):
 def test_of_groups(library, row, column, shifts):
     format, x = Format.parse("mxfp8_e4m3"), torch.randn(256, 40).bfloat16()
     assert groups.columns_for(256, 1) == 256
-    cast = OperandCast(format if row else None, format if column else None, aligned=shifts)
+    cast = OperandCast(format if row else None, format if column else None, laid=shifts)
     found = cuda_groups.quantize_groups(x, torch.tensor([256], dtype=torch.int32), 1, cast)
     assert_equal([*(found.row or []), *(found.column or [])], wanted_parts(x, format, row, column, shifts))
     assert library.calls == ["quantize_groups_aligned"]
@@ -82,6 +82,6 @@ def test_of_groups(library, row, column, shifts):
 def test_columns_alone_beside_stored_rows_take_a_pass_of_their_own(library):
     """No product asks for them; the plan gives them."""
     format, x = Format.parse("mxfp8_e4m3"), torch.randn(32, 64)
-    run = cuda_reader.reader(x, OperandCast(format, format, aligned=(False, True)))
+    run = cuda_reader.reader(x, OperandCast(format, format, laid=(False, True)))
     assert_equal(run(x, None, None, None), wanted_parts(x, format, True, True, (False, True)))
     assert library.calls == ["quantize", "align"]

@@ -87,8 +87,9 @@ class Call:
         quantizes_weight: number of parts of a weight that is quantized at use; else 0.
         direct: the weight can be unpacked before the op: it is codes or a plain tensor, x has memory, and nothing traces.
         traced: whether a compiler traces the call.
-        aligns: whether the input is aligned (`products.comes_aligned`), rowwise and columnwise, if its multiplier and the
-            weight's origin allow it.
+        lays: whether the input is laid out for its products (`products.comes_laid`): rowwise, if the weight's origin allows it,
+            and columnwise, if it is quantized for the backward alone.
+        keeps_laid: whether the columnwise input that a forward keeps is laid out.
         takes_axes: the autograd function accepts x with any number of axes: a direct call on one rank without groups. Each view
             outside of it would be a node of the graph.
         dtype: autocast's dtype for x and the parameters, or None.
@@ -109,7 +110,8 @@ class Call:
     quantizes_weight: int
     direct: bool
     traced: bool
-    aligns: Pair
+    lays: Pair
+    keeps_laid: bool
     takes_axes: bool
     dtype: torch.dtype | None
     has_scales: bool

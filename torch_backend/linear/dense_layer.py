@@ -19,7 +19,7 @@ from . import prologue
 from .call import Call, Layer, Made, bias_gradient, keys_of_gradient
 from .delayed import multiplier, record
 from .observe import observe_again
-from .operands import Scaling, amax_where_compiled, begins_with_a_block, kept_aligned, quantized, weight_operand
+from .operands import Scaling, amax_where_compiled, begins_with_a_block, quantized, weight_operand
 from .second_order import cast_again
 
 _VALUES = (None, None, (0, 0))
@@ -69,12 +69,12 @@ class DenseLayer(Layer):
                 w = weight.codes, weight.scales, weight.tensor_scale, geometry.origin or geometry.start
             found = None
             if gating is not None:
-                aligned = call.aligns[0] and (w[3] == (0, 0) or in_order(recipe.weight.format, w[3], False))
-                parts, amax = prologue.cast(rows, up, gating, row, columnwise, None, given, call.eps, True, (aligned, False))
+                laid = call.lays[0] and (w[3] == (0, 0) or in_order(recipe.weight.format, w[3], False))
+                parts, amax = prologue.cast(rows, up, gating, row, columnwise, None, given, call.eps, True, (laid, False))
                 parts = parts if given is None else [*parts, amax]
-                found = linear_ops.Found(parts, aligned, weight.shape[1])
+                found = linear_ops.Found(parts, laid, weight.shape[1])
             y, *made = linear_ops.forward(
-                rows, *w[:3], bias, given, recipe.text, needs_weight and not again, w[3], extra, found
+                rows, *w[:3], bias, given, recipe.text, needs_weight and not again, w[3], extra, found, call.keeps_laid
             )
             if given is not None:
                 largest = made.pop()
@@ -82,22 +82,22 @@ class DenseLayer(Layer):
                     record(history, largest, now=True)
             if ctx.observed is not None:
                 observe_again(ctx.observed, "input", rows, row, columnwise, recipe.eps, multiplier=given)
-            kept = made[call.quantizes_weight :]
+            kept, ctx.x_laid = made[call.quantizes_weight :], needs_weight and call.keeps_laid
             if leading:
                 # No view, which FSDP2 warns of and in-place operations refuse; torch's own linear gives none either.
                 y.resize_(*leading, y.shape[1])
         else:
             operand = weight_operand(weight, call.stored, recipe.weight, None)
-            aligned = (False, False)
+            laid = (False, False)
             if ctx.observed is None:
-                ctx.x_aligned = call.traced and needs_weight and kept_aligned(call)
-                aligned = (call.aligns[0] and begins_with_a_block(operand), ctx.x_aligned)
+                ctx.x_laid = needs_weight and call.keeps_laid
+                laid = (call.lays[0] and begins_with_a_block(operand), ctx.x_laid)
             if gating is None:
                 scaling = Scaling(call.eps, scale, history, ctx.observed)
-                left, right = quantized(x, "input", row, columnwise, scaling, aligned=aligned)
+                left, right = quantized(x, "input", row, columnwise, scaling, laid=laid)
                 kept = [] if right is None else list(right.parts)
             else:
-                left, kept, amax = prologue.quantized(x, up, call, columnwise, scale, aligned)
+                left, kept, amax = prologue.quantized(x, up, call, columnwise, scale, laid)
                 if amax is not None and scale is not None and history is not None:
                     record(history, amax)
             size, fast = (weight.shape[0], weight.shape[1]), "forward" in recipe.fast_accum
@@ -116,10 +116,10 @@ class DenseLayer(Layer):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         call: Call = ctx.call
         recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs
-        x_aligned = ctx.x_aligned
+        x_laid = ctx.x_laid
         if ctx.again:
-            x_aligned = call.aligns[1]
-            kept = cast_again(ctx, kept, x_aligned) if call.prologue is None else prologue.cast_again(ctx, points, x_aligned)
+            x_laid = call.lays[1]
+            kept = cast_again(ctx, kept, x_laid) if call.prologue is None else prologue.cast_again(ctx, points, x_laid)
         d_x = d_weight = d_bias = None
         if needs_x or needs_weight:
             row, column = recipe.gradient if needs_x else None, recipe.gradient_columnwise if needs_weight else None
@@ -144,7 +144,7 @@ class DenseLayer(Layer):
                 known = {"amax": amax, "multiplier": given, "keys": keys}
                 observe_again(ctx.observed, "gradient", gradient, row, column, recipe.eps, **known)
             run = linear_ops.backward if now else linear_ops.linear_backward
-            options = (needs_x, needs_weight, ctx.shape[-1], ctx.dtype, w[3], x_aligned)
+            options = (needs_x, needs_weight, ctx.shape[-1], ctx.dtype, w[3], x_laid)
             results = run(gradient, kept, *w[:3], amax, given, keys, recipe.text, *options)
             if given is not None and ctx.history is not None:
                 record(ctx.history, results[-1], now=now)

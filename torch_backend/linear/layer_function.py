@@ -53,7 +53,7 @@ class LayerFunction(torch.autograd.Function):
         state = state[0] if state and type(state[0]) is tuple else state or NO_STATE
         # Not saved: another microbatch's backward may write into them before this one's.
         history, scale, ctx.history, ctx.scale, ctx.key, ctx.step, ctx.observed = state
-        ctx.call, ctx.axes, ctx.again, ctx.x_aligned, ctx.x_origin, ctx.counts = call, None, False, False, (0, 0), None
+        ctx.call, ctx.axes, ctx.again, ctx.x_laid, ctx.x_origin, ctx.counts = call, None, False, False, (0, 0), None
         ctx.coded = None
         y, kept, parts, beside = call.layer.forward(
             ctx, x, up, weight, bias, call, extra, scale, history if call.training else None

@@ -20,7 +20,7 @@ from ..ops.layer.activations import Gating
 from ..ops.layer.linear_ops import Casts
 from ..ops.library import is_real
 from ..ops.product.ordered_products import why_not
-from ..ops.product.products import comes_aligned
+from ..ops.product.products import comes_laid
 from ..ops.quantize.quantize_plans import part_count
 from ..quantized_tensor import sharding
 from ..quantized_tensor.quantize import key_tensor
@@ -32,6 +32,7 @@ from .dense_layer import DenseLayer
 from .functional import transformed
 from .grouped_layer import GroupedLayer, counts_of
 from .layer_function import NO_STATE, LayerFunction, run_layer
+from .operands import may_keep_laid
 from .tensor_parallel.parallel import Parallel
 from .tensor_parallel.parallel_layer import ParallelLayer
 
@@ -284,12 +285,13 @@ def call_of(
     made = 0 if stored is not None or recipe.weight.format is None else part_count(recipe.weight.format)
     plain = stored is not None or type(weight) in (Tensor, torch.nn.Parameter)
     direct = not traced and plain and (is_real(x) or type(x) is QuantizedTensor)
-    aligns = NEITHER
+    lays, kept = NEITHER, recipe.input_columnwise.format
     if not grouped and parallel is None:
-        aligns = (
-            comes_aligned(x, recipe.input.format, recipe.weight.format, exact=recipe.exactness),
-            comes_aligned(x, recipe.input_columnwise.format, recipe.gradient_columnwise.format, exact=recipe.exactness),
+        lays = (
+            comes_laid(x, recipe.input.format, recipe.weight.format, exact=recipe.exactness),
+            comes_laid(x, kept, recipe.gradient_columnwise.format, exact=recipe.exactness),
         )
+    keeps_laid = lays[1] and kept is not None and may_keep_laid(kept, traced)
     takes_axes = direct and not grouped and parallel is None and prologue is None
     # As `Recipe.of_text` takes it apart, which makes all of a recipe: calls of groups come here each time.
     eps = float(recipe.text.rsplit(",", 3)[1])
@@ -299,7 +301,7 @@ def call_of(
     if grouped and (parallel is None or experts is not None) and not (traced and state.observed is not None):
         # Compiled code measures each group by itself.
         layer = GroupedLayer
-    options = (made, direct, traced, aligns, takes_axes, autocast, state.has_scales, eps, layer, prologue, experts)
+    options = (made, direct, traced, lays, keeps_laid, takes_axes, autocast, state.has_scales, eps, layer, prologue, experts)
     return Call(recipe, stored, grouped, needs, training, rank, parallel, *options)
 
 

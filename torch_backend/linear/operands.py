@@ -24,7 +24,7 @@ from ..ops.quantize.operand_ops import Directions, part_count, quantize_operand,
 from ..sharded.gather import gather, join, padded, start
 from ..sharded.quantize import Direction, quantize_operand_shard
 from ..sharded.rank_plan import ROWS, RankPlan, TensorParallelShard
-from .call import Call, groups_of
+from .call import groups_of
 from .delayed import record
 from .observe import observe_operand, observe_parts
 from .tensor_parallel.operand_plans import operand_plan
@@ -55,17 +55,17 @@ def quantized(
     scaling: Scaling,
     shard: TensorParallelShard | None = None,
     keys: Tensor | None = None,
-    aligned: Pair = NEITHER,
+    laid: Pair = NEITHER,
 ) -> tuple[Matrix, Matrix | None]:
     """Quantizes x [rows, columns], the shard at `shard` or, if that is None, the whole operand, in both directions.
 
     Rowwise without a format returns the values, columnwise None. `columnwise` is the cast of the transposed matrix. `keys` are
-    stochastic rounding's, int32 [2, 2]: rowwise, columnwise. `aligned` says which directions of a whole x to align
-    (`products.comes_aligned`); neither if x is observed.
+    stochastic rounding's, int32 [2, 2]: rowwise, columnwise. `laid` says which directions of a whole x to lay out for their
+    products (`products.comes_laid`); neither if x is observed.
     """
     if shard is not None:
         return _quantized_part(x, operand, rowwise, columnwise, scaling, shard, keys)
-    cast = operand_cast(rowwise, columnwise, scaling.eps, keyed=keys is not None, aligned=aligned)
+    cast = operand_cast(rowwise, columnwise, scaling.eps, keyed=keys is not None, laid=laid)
     row, column = cast.row, cast.column
     if row is None and column is None:
         return Matrix([x], None), None
@@ -79,8 +79,8 @@ def quantized(
         record(scaling.history, found.amax)
     if scaling.observed is not None:
         observe_operand(scaling.observed, operand, x, found, rowwise, columnwise)
-    by_row = Matrix([x], None) if row is None else Matrix(found.row, row, aligned=aligned[0])
-    return by_row, None if column is None else Matrix(found.column, column, aligned=aligned[1])
+    by_row = Matrix([x], None) if row is None else Matrix(found.row, row, laid=laid[0])
+    return by_row, None if column is None else Matrix(found.column, column, laid=laid[1])
 
 
 def begins_with_a_block(weight: Matrix) -> bool:
@@ -90,13 +90,13 @@ def begins_with_a_block(weight: Matrix) -> bool:
     return start == (0, 0) or in_order(weight.format, start, False)
 
 
-def kept_aligned(call: Call) -> bool:
-    """Returns whether a compiled layer aligns the columnwise input that it saves or recomputes for the backward.
+def may_keep_laid(format: Format, traced: bool) -> bool:
+    """Returns whether the columnwise input that a layer keeps for its backward may be laid out for its product.
 
-    Only 8-bit formats are aligned, since aligned codes take a byte each.
+    Scales in another order may: gradients of gradients, which read them as they are stored, put them back. Aligned codes, which
+    lose what was shifted out, only in compiled layers, which have none; and a byte for each only where they had one.
     """
-    format = call.recipe.input_columnwise.format
-    return call.aligns[1] and format is not None and format.element.bits == 8
+    return not format.scale.e8m0 or (traced and format.element.bits == 8)
 
 
 def amax_where_compiled(

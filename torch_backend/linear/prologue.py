@@ -61,14 +61,14 @@ def cast(
     multiplier: Tensor | None,
     eps: float,
     direct: bool,
-    aligned: Pair,
+    laid: Pair,
 ) -> tuple[list[Tensor], Tensor | None]:
     """Quantizes the activation's output; returns its parts in the directions that have a format, and its amax if the format has
     one scale per tensor.
 
     A known amax is used where it alone decides the scale.
     """
-    how = operand_cast(row, column, eps, aligned=aligned)
+    how = operand_cast(row, column, eps, laid=laid)
     format = how.row or how.column
     # Not per_tensor: a compiler may not be the first to ask for a cached property.
     whole = format is not None and format.block is None
@@ -79,12 +79,12 @@ def cast(
         parts = gated_ops.quantize_gated(gate, up, *gating, how, amax, multiplier)
     else:
         names = [None if format is None else format.name for format in (how.row, how.column)]
-        parts = gated_ops.quantize_op(gate, up, *gating, *names, amax, multiplier, how.rotate, how.eps, *how.aligned)
+        parts = gated_ops.quantize_op(gate, up, *gating, *names, amax, multiplier, how.rotate, how.eps, *how.laid)
     return (parts[:-1], parts[-1]) if whole else (parts, None)
 
 
 def quantized(
-    gate: Tensor, up: Tensor | None, call: Call, column: Cast, scale: Tensor | None, aligned: Pair
+    gate: Tensor, up: Tensor | None, call: Call, column: Cast, scale: Tensor | None, laid: Pair
 ) -> tuple[Matrix, list[Tensor], Tensor | None]:
     """Quantizes the activation's output through the ops; returns it rowwise, its columnwise parts, and its amax or None."""
     gating, row, known = call.prologue, call.recipe.input, (scale, call.eps, False)
@@ -92,21 +92,21 @@ def quantized(
     assert row.format is not None
     count = part_count(row.format)
     if not call.traced or column.format is None:
-        made, amax = cast(gate, up, gating, row, column, None, *known, (aligned[0], False))
-        return Matrix(made[:count], row.format, aligned=aligned[0]), made[count:], amax
-    made, amax = cast(gate, up, gating, row, None, None, *known, (aligned[0], False))
+        made, amax = cast(gate, up, gating, row, column, None, *known, laid)
+        return Matrix(made[:count], row.format, laid=laid[0]), made[count:], amax
+    made, amax = cast(gate, up, gating, row, None, None, *known, (laid[0], False))
     # An op of its own: compilers move it to the backward, which alone needs it.
-    kept, _ = cast(gate, up, gating, None, column, amax, *known, (False, aligned[1]))
-    return Matrix(made, row.format, aligned=aligned[0]), kept, amax
+    kept, _ = cast(gate, up, gating, None, column, amax, *known, (False, laid[1]))
+    return Matrix(made, row.format, laid=laid[0]), kept, amax
 
 
-def cast_again(ctx: Any, points: list[Any], aligned: bool) -> list[Tensor]:
-    """Returns the columnwise parts of the activation's output, of which a forward kept none; `aligned` if so."""
+def cast_again(ctx: Any, points: list[Any], laid: bool) -> list[Tensor]:
+    """Returns the columnwise parts of the activation's output, of which a forward kept none; `laid` out if so."""
     gate, up = points
     call: Call = ctx.call
     assert call.prologue is not None
     known = (ctx.input_amax, ctx.input_scale, call.eps, call.direct and runs_now(gate))
-    return cast(gate, up, call.prologue, None, call.recipe.input_columnwise, *known, (False, aligned))[0]
+    return cast(gate, up, call.prologue, None, call.recipe.input_columnwise, *known, (False, laid))[0]
 
 
 def backward(ctx: Any, gradient: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -29,6 +29,7 @@ from blockfp.kernels.operand_cast import operand_cast
 from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
 
 from ..ops import dequantize_plans
+from ..ops.quantize.cuda_layouts import transpose_words
 from ..ops.quantize.quantize_plans import quantize_matrix
 from ..torch_internals import DelayedError, current_graph_task, dispatch_modes
 from .call import Call, bias_gradient, groups_of, keys_of_gradient
@@ -103,16 +104,16 @@ def plus(d_x: Tensor, carried: Tensor | None) -> Tensor:
     return d_x if carried is None else d_x + carried
 
 
-def cast_again(ctx: Any, kept: list[Tensor], aligned: bool = False) -> list[Tensor]:
-    """Quantizes the saved x columnwise, for a forward that saved its values; returns the parts, `aligned` or not."""
+def cast_again(ctx: Any, kept: list[Tensor], laid: bool = False) -> list[Tensor]:
+    """Quantizes the saved x columnwise, for a forward that saved its values; returns the parts, `laid` out or not."""
     recipe, scale = ctx.call.recipe, ctx.input_scale
     cast = recipe.input_columnwise
     if ctx.call.direct and not dispatch_modes():
-        how = operand_cast(None, cast, recipe.eps, given=None if scale is None else "multiplier", aligned=(False, aligned))
+        how = operand_cast(None, cast, recipe.eps, given=None if scale is None else "multiplier", laid=(False, laid))
         parts = quantize_matrix(kept[0], how, None, scale)
         return parts if scale is None else parts[:-1]
     scaling = Scaling(recipe.eps, scale)
-    column = quantized(kept[0], "input", HIGH_PRECISION, cast, scaling, aligned=(False, aligned))[1]
+    column = quantized(kept[0], "input", HIGH_PRECISION, cast, scaling, laid=(False, laid))[1]
     assert column is not None
     return list(column.parts)
 
@@ -125,6 +126,8 @@ def backward_with_graph(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]
     kept, parts = saved[: ctx.kept], saved[ctx.kept : ctx.kept + ctx.parts]
     if ctx.again:
         kept = cast_again(ctx, kept)
+    elif ctx.x_laid:
+        kept = [kept[0], transpose_words(kept[1])[: ctx.shape[-1]]]
     with torch.no_grad():
         rows, columns = _gradient_values(ctx, gradient.detach())
         cast = recipe.input_columnwise

@@ -51,13 +51,13 @@ def _weight_product(
     index: int | None = None,
     a_origin: Sequence[int] = (0, 0),
     exact: Exact = "",
-    a_aligned: bool = False,
+    a_laid: bool = False,
 ) -> Tensor:
     _check_format(weight, Format.parse(format))
     if not runs_now(weight.codes):
-        options = (bias, dtype, fast_accum, columnwise, index, weight.origin, a_origin, exact, a_aligned)
+        options = (bias, dtype, fast_accum, columnwise, index, weight.origin, a_origin, exact, a_laid)
         return products.product(a, a_format, weight.parts, format, n, k, *options)
-    left = Matrix(a, None if a_format is None else Format.parse(a_format), (a_origin[0], a_origin[1]), aligned=a_aligned)
+    left = Matrix(a, None if a_format is None else Format.parse(a_format), (a_origin[0], a_origin[1]), laid=a_laid)
     right = Matrix(weight.parts, weight.format, weight.origin, columnwise)
     return products.multiply_parts(left, right, n, k, bias, dtype, fast_accum, index, exact)
 
@@ -78,13 +78,13 @@ def _linear_backward(
     columns: int,
     dtype: torch.dtype,
     origin: Sequence[int],
-    x_aligned: bool = False,
+    x_laid: bool = False,
 ) -> list[Tensor]:
     _check_format(weight, linear_ops.recipe_of(casts).weight.format)
     run = linear_ops.backward if runs_now(weight.codes) else linear_ops.linear_backward
     parts = (weight.codes, weight.scales, weight.tensor_scale)
     # The caller's `origin` is for plain weights.
-    options = (needs_x, needs_weight, columns, dtype, weight.origin, x_aligned)
+    options = (needs_x, needs_weight, columns, dtype, weight.origin, x_laid)
     return run(gradient, list(x), *parts, amax, multiplier, keys, casts, *options)
 
 

@@ -133,7 +133,9 @@ void place_codes(const Side& x, Workspace& memory, Laid& laid) {
 // Provides scales of rows in order.
 void place_rows(const Side& x, Workspace& memory, Laid& laid) {
   laid.scales = data_of<const float>(x.scales);
-  if (x.ordered && aligned(laid.scales)) return;
+  // As stored, scales of whole rows are in order but for the padding.
+  const bool in_order = x.ordered || (x.block_rows == 1 && x.blocks_in_order() == 1 && x.rows % 4 == 0);
+  if (in_order && aligned(laid.scales)) return;
   check(!x.ordered, x.scales_name, " in the product's order must begin on a multiple of 16 bytes");
   laid.scales = laid.scales_to = memory.take<float>(x.matrices * x.blocks_in_order() * ceil_div(x.rows, 4) * 4);
 }

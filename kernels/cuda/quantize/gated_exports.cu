@@ -1,7 +1,7 @@
 // Quantizers of an activation's output, which is never stored, and the activation's gradient.
 //
 //   quantize_gated(gate, up?, amax?, recorded?, codes?, scales?, tensor_scale?, codes_t?, scales_t?, tensor_scale_t?, activation, FORMAT,
-//                  measure, eps_bits, largest_bits, rotate_t)
+//                  measure, eps_bits, largest_bits, rotate_t, rows_ordered, columns_ordered)
 //       As `quantize` (exports.cu) with `mark`, for activation(gate) or activation(gate) * up, rounded to nearest.
 //   quantize_gated_aligned(gate, up?, recorded, codes?, scales?, codes_t?, scales_t?, activation, FORMAT)
 //       As `quantize_aligned` (aligned_exports.cu), for the same.
@@ -50,12 +50,12 @@ GatedMatrices gated_of(const TensorView& gate, const MaybeTensor& up, int64_t ac
 void quantize_gated(TensorView gate, MaybeTensor up, MaybeTensor amax, MaybeTensor recorded, MaybeTensor codes, MaybeTensor scales,
                     MaybeTensor tensor_scale, MaybeTensor codes_t, MaybeTensor scales_t, MaybeTensor tensor_scale_t,
                     int64_t activation, int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule, bool measure,
-                    int64_t eps_bits, int64_t largest_bits, bool rotate_t) {
+                    int64_t eps_bits, int64_t largest_bits, bool rotate_t, bool rows_ordered, bool columns_ordered) {
   const OnDevice on(gate, "gate");
   const GatedMatrices both = gated_of(gate, up, activation, on);
   const MadeOutputs outputs{amax, recorded, codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t};
   QuantizeArguments a = made_arguments(both.x, "gate", on, outputs, checked_format(element, block_rows, block_columns, rule), measure,
-                                       eps_bits, largest_bits, rotate_t);
+                                       eps_bits, largest_bits, rotate_t, rows_ordered, columns_ordered);
   a.gated = both.gated;
   if (a.measured) on.done(launch_amax_gated(a.x, a.gated, false, a.recorded, on.stream, a.multiplier));
   if (measure && a.amax != nullptr) on.done(launch_amax_gated(a.x, a.gated, rotate_t, data_of<int32_t>(amax), on.stream));

@@ -21,14 +21,16 @@ struct MadeOutputs {
   MaybeTensor amax, recorded, codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t;
 };
 
-inline int64_t scale_count(const Format& f, int64_t lines, int64_t length) {
+inline int64_t scale_count(const Format& f, int64_t lines, int64_t length, bool ordered) {
+  if (ordered) return ordered_count(f, lines, length);
   return f.per_tensor() ? 1 : lines * ceil_div(length, f.block_columns);
 }
 
 // Arguments of a quantizer of a matrix computed from x, which messages call `name`. Clears `o.recorded`; the caller adds the
 // source.
 inline QuantizeArguments made_arguments(const Matrices& x, const char* name, const OnDevice& on, const MadeOutputs& o, const Format& format,
-                                        bool measure, int64_t eps_bits, int64_t largest_bits, bool rotate_t) {
+                                        bool measure, int64_t eps_bits, int64_t largest_bits, bool rotate_t, bool rows_ordered,
+                                        bool columns_ordered) {
   QuantizeArguments a{};
   a.x = x;
   a.format = format;
@@ -46,13 +48,14 @@ inline QuantizeArguments made_arguments(const Matrices& x, const char* name, con
   check_array(o.codes, "codes", on.device, rows * code_row_bytes(format.element, columns), 8, "packed codes");
   check_array(o.codes_t, "codes_t", on.device, columns * code_row_bytes(format.element, rows), 8, "packed codes of the transpose");
   check(has(o.codes) == has(o.scales) && has(o.codes_t) == has(o.scales_t), "codes and scales come together");
-  check_array(o.scales, "scales", on.device, scale_count(format, rows, columns), format.scale_bits(), "a scale for each block");
-  check_array(o.scales_t, "scales_t", on.device, scale_count(format, columns, rows), format.scale_bits(),
+  check_array(o.scales, "scales", on.device, scale_count(format, rows, columns, rows_ordered), format.scale_bits(),
+              "a scale for each block");
+  check_array(o.scales_t, "scales_t", on.device, scale_count(format, columns, rows, columns_ordered), format.scale_bits(),
               "a scale for each block of the transpose");
   check(aligned(data_of<void>(o.codes)) && aligned(data_of<void>(o.codes_t)), "codes must begin on multiples of 16 bytes");
   const auto scale_bytes = [&](const MaybeTensor& of) { return has(of) ? of.value().numel() * format.scale_bits() / 8 : 0; };
-  a.row = {data_of<uint8_t>(o.codes), data_of<void>(o.scales), nullptr, scale_bytes(o.scales)};
-  a.column = {data_of<uint8_t>(o.codes_t), data_of<void>(o.scales_t), nullptr, scale_bytes(o.scales_t)};
+  a.row = {data_of<uint8_t>(o.codes), data_of<void>(o.scales), nullptr, scale_bytes(o.scales), rows_ordered};
+  a.column = {data_of<uint8_t>(o.codes_t), data_of<void>(o.scales_t), nullptr, scale_bytes(o.scales_t), columns_ordered};
   check_array(o.recorded, "recorded", on.device, 1, 32, "one int32");
   a.recorded = data_of<int32_t>(o.recorded);
   a.mark = true;

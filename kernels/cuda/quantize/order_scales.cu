@@ -17,10 +17,7 @@ constexpr int kOrderThreads = 128;
 __global__ void __launch_bounds__(kOrderThreads) order_scales(const __grid_constant__ ScalesByTile rows,
                                                               const __grid_constant__ ScalesByTile columns, const int32_t* overflow) {
   extern __shared__ uint32_t band[];  // [tile][line], with a word of padding per tile to avoid bank conflicts on both sides
-  // Launched while the tile kernel is still running; its scales are complete from here on.
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+  wait_for_preceding();
   // As four bytes each NaN, and as a word NaN.
   const uint32_t spoiled = overflow != nullptr && *static_cast<const volatile int32_t*>(overflow) == kInfinity ? ~0u : 0u;
   const uint32_t row_bands = rows.words == nullptr ? 0 : static_cast<uint32_t>(rows.lines / kBandLines);
@@ -79,18 +76,7 @@ bool can_order_scales(int64_t rows, int64_t columns) {
 cudaError_t launch_order_scales(const ScalesByTile& rows, const ScalesByTile& columns, const int32_t* overflow, cudaStream_t stream) {
   const int64_t blocks = bands(rows) + bands(columns);
   if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
-  // From compute capability 9.0 on, the launch needn't wait for the tiles; the kernel waits.
-  int device = 0, major = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks), config.blockDim = dim3(kOrderThreads), config.stream = stream;
-  config.dynamicSmemBytes = band_bytes(std::max(rows.tiles, columns.tiles));
-  config.attrs = &early, config.numAttrs = major >= 9;
-  return cudaLaunchKernelEx(&config, order_scales, rows, columns, overflow);
+  return launch_early(order_scales, blocks, kOrderThreads, band_bytes(std::max(rows.tiles, columns.tiles)), stream, rows, columns, overflow);
 }
 
 }  // namespace cuda

@@ -117,6 +117,15 @@ __device__ __forceinline__ TensorScale shared_tensor_scale(const QuantizeArgumen
   return shared;
 }
 
+// Index of a scale from the number of its block, of rows of `blocks` whole ones each.
+template <int Block>
+__device__ __forceinline__ int64_t place_of_block(const QuantizeArguments& a, int64_t number, uint32_t blocks) {
+  if (Block != 128 || !a.row.ordered) return number;
+  // No GPU's memory holds 2^32 blocks.
+  const uint32_t row = static_cast<uint32_t>(number) / blocks;
+  return ordered_place(static_cast<uint32_t>(number) - row * blocks, row, a.x.rows);
+}
+
 template <class E, int Block, class T, Rounding R, int Unroll, class Source, bool Chooses>
 __global__ void __launch_bounds__(kRowThreads) quantize_rows_flat(const __grid_constant__ QuantizeArguments a, int64_t pieces) {
   using Piece = RowPiece<E, Block, T>;
@@ -142,7 +151,8 @@ __global__ void __launch_bounds__(kRowThreads) quantize_rows_flat(const __grid_c
     if (index >= pieces) continue;
     store_groups<E>(a.row.codes + index * E::kBits * Piece::kGroups, codes);
     if (Block != 0 && threadIdx.x % Piece::kLanes == 0) {
-      store_scale<Block>(a.row.scales, index / Piece::kLanes, nan ? kNanMark<E, Block> : scale.stored);
+      const int64_t at = place_of_block<Block>(a, index / Piece::kLanes, static_cast<uint32_t>(a.x.columns / Block));
+      store_scale<Block>(a.row.scales, at, nan ? kNanMark<E, Block> : scale.stored);
     }
   }
 }
@@ -220,7 +230,8 @@ __global__ void __launch_bounds__(kRowThreads) quantize_rows_general(const __gri
       // The first lane of a block may be before x.
       const int64_t begin = max(block * Block - a.window.column_phase, int64_t{0});
       if (begin >= column && begin < column + kElements) {
-        store_scale<Block>(a.row.scales, row * grid_columns + block, nan ? kNanMark<E, Block> : scale.stored);
+        const int64_t at = Block == 128 && a.row.ordered ? ordered_place(block, row, lines) : row * grid_columns + block;
+        store_scale<Block>(a.row.scales, at, nan ? kNanMark<E, Block> : scale.stored);
       }
     }
   }

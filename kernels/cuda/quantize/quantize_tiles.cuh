@@ -30,7 +30,7 @@ __device__ __forceinline__ TileOrigin tile_of_block(const Window& window, uint32
 template <class E, class T, Rounding R, bool Chooses = false>
 constexpr int kTileBlocks = sizeof(typename T::Raw) == 4 || R == Rounding::kStochastic ? 2 : (E::kBits < 8 && !Chooses ? 4 : 3);
 
-// Allows the launch of the kernel that orders the scales (order_scales.cu), which waits for this kernel's end itself.
+// Allows the launch of the kernel that orders or marks the scales (launch_early), which waits for this kernel's end itself.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -178,7 +178,7 @@ __device__ __forceinline__ void quantize_wide_lines(const Piece<E, T, R>& piece,
 template <class E, class T, Rounding R, class Source, class Scales = WideScales<E, T, R>>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T, R>)
     quantize_across_warps(const __grid_constant__ QuantizeArguments a, uint32_t across, uint32_t down, uint32_t strip, bool vectors) {
-  if (a.scales_by_tile) launch_dependents();
+  if (a.scales_by_tile || a.mark) launch_dependents();
   __shared__ __align__(16) StagedWide<E, R, Scales> shared;
   Piece<E, T, R> piece(a, tile_of_block(a.window, across, down, strip));
   Source::load(piece, vectors);

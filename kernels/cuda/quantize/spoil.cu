@@ -31,6 +31,7 @@ __device__ __forceinline__ void spoil(const AlignedOutput& out, int64_t matrices
 }
 
 __global__ void __launch_bounds__(kSpoilThreads) spoil_scales(const __grid_constant__ QuantizeArguments a) {
+  wait_for_preceding();
   if (*a.recorded != kInfinity) return;
   spoil(a.row);
   spoil(a.column);
@@ -44,8 +45,7 @@ cudaError_t launch_spoil(const QuantizeArguments& a, cudaStream_t stream) {
   const bool aligned = a.aligned_row.codes != nullptr || a.aligned_column.codes != nullptr;
   const int64_t bytes = aligned ? a.x.batches * a.x.rows * a.x.columns : std::max(a.row.scale_bytes, a.column.scale_bytes);
   const int64_t blocks = std::min(std::max(ceil_div(bytes, kSpoilThreads), int64_t{1}), kMost);
-  spoil_scales<<<blocks, kSpoilThreads, 0, stream>>>(a);
-  return cudaGetLastError();
+  return launch_early(spoil_scales, blocks, kSpoilThreads, 0, stream, a);
 }
 
 }  // namespace cuda

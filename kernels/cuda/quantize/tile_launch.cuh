@@ -28,7 +28,8 @@ cudaError_t launch_tile_kernel(QuantizeArguments a, cudaStream_t stream) {
   // Columns alone prefer tiles above each other, both directions adjacent tiles (H200: 0.92 instead of 0.89 of a copy's speed).
   const int64_t strip = a.row.codes == nullptr ? down : 1;
   if constexpr (kWordALine<Block, Square> && R != Rounding::kGeneral) {
-    a.scales_by_tile = can_order_scales(a.x.rows, a.x.columns) && aligned(a.row.scales) && aligned(a.column.scales);
+    const bool ordered = a.row.ordered || a.column.ordered;
+    a.scales_by_tile = !ordered && can_order_scales(a.x.rows, a.x.columns) && aligned(a.row.scales) && aligned(a.column.scales);
   }
   const bool vectors = vectors_fit(a.x);
   if constexpr (Square) {

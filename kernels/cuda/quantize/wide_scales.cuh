@@ -95,23 +95,22 @@ struct WideScales : LineMultipliers {
     const int line = threadIdx.x % 128;
     const TileOrigin& tile = piece.tile;
     if constexpr (kOfGroups<R>) {
-      // Block by block, as products read them.
       const GroupTile& own = a.groups.own;
       if (threadIdx.x >= 128) {
-        const int64_t at = (own.first_column + tile.row) / 128 * fours(a.x.columns) + tile.column + line;
+        const int64_t at = ordered_place((own.first_column + tile.row) / 128, tile.column + line, a.x.columns);
         const bool inside = a.column.codes != nullptr && tile.column + line < a.x.columns;
         column_multipliers[line] = scale_line(a, amaxes.column(line), inside, a.column, at);
       } else if (rows) {
-        const int64_t at = tile.column / 128 * fours(a.groups.tokens) + own.first_row + tile.row + line;
+        const int64_t at = ordered_place(tile.column / 128, own.first_row + tile.row + line, a.groups.tokens);
         row_multipliers[line] = scale_line(a, amaxes.row(line), tile.row + line < a.x.rows, a.row, at);
       }
     } else if (threadIdx.x >= 128) {
-      const int64_t at = place(a, tile.batch * a.x.columns + tile.column + line, (tile.row + a.window.row_phase) / 128,
-                               grid(a.window.row_phase + a.x.rows));
+      const int64_t block = (tile.row + a.window.row_phase) / 128, blocks = grid(a.window.row_phase + a.x.rows);
+      const int64_t at = place(a, a.column, tile.batch, tile.column + line, a.x.columns, block, blocks);
       column_multipliers[line] = scale_line(a, amaxes.column(line), is_inside(tile.column + line, a.x.columns), a.column, at);
     } else if (rows) {
-      const int64_t at = place(a, tile.batch * a.x.rows + tile.row + line, (tile.column + a.window.column_phase) / 128,
-                               grid(a.window.column_phase + a.x.columns));
+      const int64_t block = (tile.column + a.window.column_phase) / 128, blocks = grid(a.window.column_phase + a.x.columns);
+      const int64_t at = place(a, a.row, tile.batch, tile.row + line, a.x.rows, block, blocks);
       row_multipliers[line] = scale_line(a, amaxes.row(line), is_inside(tile.row + line, a.x.rows), a.row, at);
     }
     __syncthreads();
@@ -119,9 +118,11 @@ struct WideScales : LineMultipliers {
 
  private:
   __device__ __forceinline__ static int64_t grid(int64_t elements) { return (elements + 127) / 128; }
-  __device__ __forceinline__ static int64_t fours(int64_t lines) { return (lines + 3) / 4 * 4; }
 
-  __device__ __forceinline__ static int64_t place(const QuantizeArguments& a, int64_t line, int64_t block, int64_t blocks) {
+  __device__ __forceinline__ static int64_t place(const QuantizeArguments& a, const Output& out, int64_t batch, int64_t line, int64_t lines,
+                                                  int64_t block, int64_t blocks) {
+    if (out.ordered) return ordered_place(block, line, lines);
+    line += batch * lines;
     return P::kWhole && a.scales_by_tile ? index_by_tile(line, block, blocks) : line * blocks + block;
   }
 

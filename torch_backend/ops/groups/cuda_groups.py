@@ -59,7 +59,7 @@ def quantize_groups(
             directions.append(None)
             continue
         parts = [found[name] for name in (calls.PARTS, calls.PARTS_T)[side] if found.get(name) is not None]
-        if cast.aligned[side] and shifts:
+        if cast.laid[side] and shifts and format.scale.e8m0:
             length = columns_for(x.shape[0], groups) if side else x.shape[1]
             parts = list(align(parts[0], parts[1], format, columns=length))
         directions.append(parts or [found["stored_t"], found["stored_scales_t"]])

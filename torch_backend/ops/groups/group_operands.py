@@ -23,7 +23,7 @@ from blockfp.recipes import HIGH_PRECISION, Cast
 from ..dequantize_plans import dequantize_parts
 from ..library import name_of
 from ..product.products import Matrix
-from ..quantize import part_ops
+from ..quantize import cuda_layouts, part_ops
 from ..quantize.operand_ops import Directions, quantize_operand
 from . import cuda_groups
 
@@ -77,9 +77,7 @@ class Codes(NamedTuple):
         if self.format.per_tensor:
             scales = scales.reshape(1).repeat(count)
         elif groups.ordered(self.format):
-            turned = scales.new_zeros((scales.shape[1], -(-len(codes) // 4) * 4))
-            turned[:, : len(codes)] = scales.mT
-            scales = turned
+            scales = cuda_layouts.ordered(scales)
         return Matrix([codes, scales, *(scale.reshape(1).repeat(count) for scale in tensor_scale)], self.format)
 
     def columns_at_once(self, cast: Cast, words: Tensor, count: int, eps: float, keys: Tensor | None) -> Matrix:
@@ -124,18 +122,18 @@ def operands_at_once(
     multiplier: Tensor | None,
     keys: Tensor | None,
     eps: float,
-    aligned: Pair,
+    laid: Pair,
 ) -> tuple[Matrix, Matrix, Tensor | None]:
     """Returns all groups' operands rowwise and columnwise, and their amaxes or None; a column of None is not wanted."""
     if isinstance(x, Codes):
         columns = _NOTHING if column is None else x.columns_at_once(column, words, count, eps, keys)
         return x.rows_at_once(count), columns, None
-    cast = operand_cast(row, column, eps, given=given_of(None, multiplier), keyed=keys is not None, aligned=aligned)
+    cast = operand_cast(row, column, eps, given=given_of(None, multiplier), keyed=keys is not None, laid=laid)
     found = cuda_groups.GroupedParts(None, None, None)
     if cast.row is not None or cast.column is not None:
         found = cuda_groups.quantize_groups(x, words, count, cast, keys=keys, multiplier=multiplier)
-    rows = Matrix(found.row or [x], cast.row, aligned=aligned[0])
-    return rows, Matrix(found.column or [x], cast.column, aligned=aligned[1]), found.amaxes
+    rows = Matrix(found.row or [x], cast.row, laid=laid[0])
+    return rows, Matrix(found.column or [x], cast.column, laid=laid[1]), found.amaxes
 
 
 # ---- one group after another

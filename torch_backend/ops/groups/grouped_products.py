@@ -216,13 +216,13 @@ def multiply_groups(
     assert b.format is not None
     run = on_codes(
         codes.device, a.format, b.format, m, n, k, out.dtype, None if bias is None else bias.dtype,
-        ordered=(a.ordered, b.ordered), groups=groups, along_k=along_k, accumulate=accumulate, bands=bands,
+        ordered=(a.laid, b.laid), groups=groups, along_k=along_k, accumulate=accumulate, bands=bands,
     )  # fmt: skip
     return run(a.parts, b.parts, bias, ends, out)
 
 
 def _in_order(x: Matrix) -> Matrix:
-    return x._replace(ordered=x.format is not None and groups.ordered(x.format))
+    return x._replace(laid=x.format is not None and groups.ordered(x.format))
 
 
 def _aligned(x: Matrix, columns: int) -> Matrix:
@@ -231,10 +231,10 @@ def _aligned(x: Matrix, columns: int) -> Matrix:
     Blocks begin with a group, so each row is shifted by itself.
     """
     assert x.format is not None
-    if x.aligned:
-        return Matrix(x.parts, alignment.aligned_format(x.format), ordered=True)
+    if x.laid:
+        return Matrix(x.parts, alignment.aligned_format(x.format), laid=True)
     parts = cuda_layouts.align(x.parts[0], x.parts[1], x.format, columns=columns, transposed=x.transposed)
-    return Matrix(parts, alignment.aligned_format(x.format), ordered=True)
+    return Matrix(parts, alignment.aligned_format(x.format), laid=True)
 
 
 def _length(x: Matrix) -> int:

@@ -28,7 +28,7 @@ from .activations import activate, gate_and_up, gradients, joined
 
 quantize_op = define(
     "quantize_gated(Tensor gate, Tensor? up, str activation, str layout, str? row, str? column, Tensor? amax=None, "
-    "Tensor? multiplier=None, bool rotate=False, float eps=0.0, bool align_row=False, bool align_column=False) -> Tensor[]"
+    "Tensor? multiplier=None, bool rotate=False, float eps=0.0, bool lay_row=False, bool lay_column=False) -> Tensor[]"
 )
 gradient_op = define("gated_gradient(Tensor gradient, Tensor gate, Tensor? up, str activation, str layout) -> Tensor[]")
 
@@ -84,22 +84,22 @@ def gated_gradient(gradient: Tensor, gate: Tensor, up: Tensor | None, activation
 
 @impl(quantize_op)
 def _quantize(
-    gate, up, activation, layout, row, column, amax=None, multiplier=None, rotate=False, eps=0.0, align_row=False,
-    align_column=False,
+    gate, up, activation, layout, row, column, amax=None, multiplier=None, rotate=False, eps=0.0, lay_row=False,
+    lay_column=False,
 ) -> list[Tensor]:  # fmt: skip
     first, second = (None if name is None else Format.parse(name) for name in (row, column))
-    given, aligned = given_of(amax, multiplier), (align_row, align_column)
-    cast = OperandCast(first, second, given, NEITHER, rotate, eps, aligned)
+    given, laid = given_of(amax, multiplier), (lay_row, lay_column)
+    cast = OperandCast(first, second, given, NEITHER, rotate, eps, laid)
     return quantize_gated(gate, up, activation, layout, cast, amax, multiplier)
 
 
 @fake(quantize_op)
 def _quantize_fake(
-    gate, up, activation, layout, row, column, amax=None, multiplier=None, rotate=False, eps=0.0, align_row=False,
-    align_column=False,
+    gate, up, activation, layout, row, column, amax=None, multiplier=None, rotate=False, eps=0.0, lay_row=False,
+    lay_column=False,
 ) -> list[Tensor]:  # fmt: skip
     rows, columns = gate.shape[0], gate.shape[1] // (1 if layout == "apart" else 2)
-    parts = empty_directions(gate, (rows, columns), (row, column), (align_row, align_column))
+    parts = empty_directions(gate, (rows, columns), (row, column), (lay_row, lay_column))
     whole = Format.parse(row or column).per_tensor
     return [*parts, gate.new_empty((1,), dtype=torch.int32)] if whole else parts
 

@@ -27,14 +27,14 @@ from blockfp.kernels.operand_cast import Given, OperandCast, Pair, given_of, ope
 from blockfp.recipes import Recipe
 
 from ..library import define, fake, impl
-from ..product.products import Matrix, Product, comes_aligned, in_order, product_of
+from ..product.products import Matrix, Product, comes_laid, in_order, product_of
 from ..quantize.cuda_reader import Read
 from ..quantize.quantize_plans import plan_of, quantize_matrix
 
 linear_backward = define(
     "linear_backward(Tensor gradient, Tensor[] x, Tensor? weight, Tensor? scales, Tensor? tensor_scale, Tensor? amax, "
     "Tensor? multiplier, Tensor? keys, str casts, bool needs_x, bool needs_weight, SymInt columns, "
-    "ScalarType dtype, SymInt[] origin, bool x_aligned=False) -> Tensor[]"
+    "ScalarType dtype, SymInt[] origin, bool x_laid=False) -> Tensor[]"
 )
 
 
@@ -62,7 +62,7 @@ class _Forward(NamedTuple):
         quantize: makes the input's parts; None where it stays as it is.
         row: format of the input, or None.
         count: how many parts are rowwise.
-        aligned: whether these come aligned.
+        laid: whether these come laid out for the product.
         weight: format of the weight, or None.
         fast: whether the product may accumulate fast.
         exact: the recipe's `exactness`.
@@ -73,7 +73,7 @@ class _Forward(NamedTuple):
     quantize: Read | None
     row: Format | None
     count: int
-    aligned: bool
+    laid: bool
     weight: Format | None
     fast: bool
     exact: Exact
@@ -88,7 +88,7 @@ class _Backward(NamedTuple):
         quantize: makes the gradient's parts; None where it stays as it is.
         row, column: its formats, or None.
         count: how many parts are rowwise.
-        aligned: which directions come aligned.
+        laid: which directions come laid out for the products.
         input: format of the columnwise input, or None.
         weight, weight_columnwise: formats of the weight, or None.
         fast: whether dgrad and wgrad may accumulate fast.
@@ -100,7 +100,7 @@ class _Backward(NamedTuple):
     row: Format | None
     column: Format | None
     count: int
-    aligned: Pair
+    laid: Pair
     input: Format | None
     weight: Format | None
     weight_columnwise: Format | None
@@ -119,12 +119,12 @@ class Found(NamedTuple):
 
     Attributes:
         parts: rowwise, columnwise, and with a multiplier the amax.
-        aligned: whether the rowwise parts are aligned.
+        laid: whether the rowwise parts are laid out for the product.
         columns: of the input.
     """
 
     parts: list[Tensor]
-    aligned: bool
+    laid: bool
     columns: int
 
 
@@ -144,6 +144,7 @@ def forward(
     origin: tuple[int, int] = (0, 0),
     shared: Casts | None = None,
     found: Found | None = None,
+    keeps_laid: bool = False,
 ) -> list[Tensor]:
     """Carries out a layer's forward.
 
@@ -158,6 +159,7 @@ def forward(
         origin: (row, column) of the weight's first element in the matrix whose blocks are counted.
         shared: casts of x that other layers made with an equal multiplier, or will ask for.
         found: the input that a prologue made of x and cast, instead of x.
+        keeps_laid: whether x columnwise comes laid out for the backward's product.
 
     Returns:
         y [tokens, out]; the parts of a weight that was quantized here; those of x columnwise if they are wanted and have a
@@ -167,12 +169,12 @@ def forward(
     made_of = None if found is None else found[1:]
     key = (
         casts, keep, x.shape, x.stride(), x.dtype, x.device, multiplier is None,
-        weight.shape, scales is None, origin, added, made_of,
+        weight.shape, scales is None, origin, added, made_of, keeps_laid,
     )  # fmt: skip
     plan = _forwards.get(key)
     if plan is None:
-        plan = _plan_forward(x, given_of(None, multiplier), recipe_of(casts), keep, origin, made_of)
-    quantize, row, count, aligned, format, fast, exact, cast, multiply = plan
+        plan = _plan_forward(x, given_of(None, multiplier), recipe_of(casts), keep, origin, made_of, keeps_laid)
+    quantize, row, count, laid, format, fast, exact, cast, multiply = plan
     cast_x = None if found is None else found.parts
     if cast_x is None and shared is not None:
         cast_x = shared.get(cast)
@@ -191,7 +193,7 @@ def forward(
         w = made = quantize_matrix(weight, OperandCast(format))
     if multiply is None:
         lengths = weight.shape[0], x.shape[1] if made_of is None else made_of[1]
-        left = Matrix(a, row, aligned=aligned)
+        left = Matrix(a, row, laid=laid)
         multiply = product_of(left, Matrix(w, format, origin), *lengths, added, x.dtype, fast, exact)
         switch.kept(_forwards, key, plan._replace(multiply=multiply))
     y = multiply(a, w, bias)
@@ -199,18 +201,24 @@ def forward(
 
 
 def _plan_forward(
-    x: Tensor, given: Given, recipe: Recipe, keep: bool, origin: tuple[int, int], made_of: tuple[Any, ...] | None
+    x: Tensor,
+    given: Given,
+    recipe: Recipe,
+    keep: bool,
+    origin: tuple[int, int],
+    made_of: tuple[Any, ...] | None,
+    keeps_laid: bool,
 ) -> _Forward:
     row = recipe.input.format
     weight, exact = recipe.weight.format, recipe.exactness
     if made_of is None:
-        aligned = comes_aligned(x, row, weight, exact=exact, in_order=in_order(weight, origin, False))
+        laid = comes_laid(x, row, weight, exact=exact, in_order=in_order(weight, origin, False))
     else:
-        aligned = made_of[0]
+        laid = made_of[0]
     columnwise = recipe.input_columnwise if keep else None
-    cast = operand_cast(recipe.input, columnwise, recipe.eps, given=given, aligned=(aligned, False))
+    cast = operand_cast(recipe.input, columnwise, recipe.eps, given=given, laid=(laid, keeps_laid))
     quantize = None if row is None and cast.column is None else plan_of(x, cast, one_scale=True)
-    return _Forward(quantize, row, _count(row), aligned, weight, "forward" in recipe.fast_accum, exact, (x.dtype, cast))
+    return _Forward(quantize, row, _count(row), laid, weight, "forward" in recipe.fast_accum, exact, (x.dtype, cast))
 
 
 # ---- backward
@@ -231,7 +239,7 @@ def backward(
     columns: int,
     dtype: torch.dtype,
     origin: tuple[int, int] = (0, 0),
-    x_aligned: bool = False,
+    x_laid: bool = False,
 ) -> list[Tensor]:
     """Carries out a layer's backward.
 
@@ -246,20 +254,20 @@ def backward(
         needs_x, needs_weight: which gradients are wanted.
         columns: in.
         dtype: of the weight's gradient.
-        x_aligned: whether the parts of x come aligned.
+        x_laid: whether the parts of x come laid out for the product.
 
     Returns:
         The gradients that are wanted, of x [tokens, in] and of the weight [out, in]; with a multiplier the amax of what came.
     """
     key = (
         casts, needs_x, needs_weight, gradient.shape, gradient.stride(), gradient.dtype, gradient.device,
-        amax is None, multiplier is None, scales is None, columns, dtype, origin, x_aligned,
+        amax is None, multiplier is None, scales is None, columns, dtype, origin, x_laid,
     )  # fmt: skip
     plan = _backwards.get(key)
     if plan is None:
         recipe = recipe_of(casts)
         plan = _plan_backward(gradient, given_of(amax, multiplier), recipe, needs_x, needs_weight, origin)
-    quantize, row, column, count, aligned, of_input, of_weight, weight_columnwise, fast, exact, wgrad, dgrad = first = plan
+    quantize, row, column, count, laid, of_input, of_weight, weight_columnwise, fast, exact, wgrad, dgrad = first = plan
     parts = [] if quantize is None else quantize(gradient, amax, multiplier, keys)
     g = [gradient] if row is None else parts[:count]
     del parts[:count]
@@ -269,8 +277,8 @@ def backward(
         a, b = [gradient.mT] if column is None else parts, [x[0].mT] if of_input is None else x
         if wgrad is None:
             lengths = columns, gradient.shape[0]
-            left = Matrix(a, column, aligned=aligned[1])
-            right = Matrix(b, of_input, aligned=x_aligned)
+            left = Matrix(a, column, laid=laid[1])
+            right = Matrix(b, of_input, laid=x_laid)
             wgrad = product_of(left, right, *lengths, None, dtype, fast[1], exact)
             plan = plan._replace(multiply_columns=wgrad)
         d_weight = wgrad(a, b, None)
@@ -294,7 +302,7 @@ def backward(
             w = [weight]
         if dgrad is None:
             held, lengths = Matrix(w, format, start, transposed), (columns, gradient.shape[1])
-            left = Matrix(g, row, aligned=aligned[0])
+            left = Matrix(g, row, laid=laid[0])
             dgrad = product_of(left, held, *lengths, None, gradient.dtype, fast[0], exact)
             plan = plan._replace(multiply_rows=dgrad)
         d_x = dgrad(g, w, None)
@@ -317,11 +325,11 @@ def _plan_backward(
     of_weight, exact = recipe.weight.format, recipe.exactness
     held = recipe.weight_columnwise.format if of_weight is None else of_weight
     turns = of_weight is not None
-    aligned = (
-        comes_aligned(gradient, rowwise, held, exact=exact, in_order=in_order(held, origin if turns else (0, 0), turns)),
-        comes_aligned(gradient, columnwise, recipe.input_columnwise.format, exact=exact),
+    laid = (
+        comes_laid(gradient, rowwise, held, exact=exact, in_order=in_order(held, origin if turns else (0, 0), turns)),
+        comes_laid(gradient, columnwise, recipe.input_columnwise.format, exact=exact),
     )
-    cast = operand_cast(row, column, recipe.eps, given=given, keyed=True, aligned=aligned)
+    cast = operand_cast(row, column, recipe.eps, given=given, keyed=True, laid=laid)
     quantize = None if cast.row is cast.column is None else plan_of(gradient, cast, one_scale=True)
     fast = ("dgrad" in recipe.fast_accum, "wgrad" in recipe.fast_accum)
     return _Backward(
@@ -329,7 +337,7 @@ def _plan_backward(
         rowwise,
         columnwise,
         _count(rowwise),
-        aligned,
+        laid,
         recipe.input_columnwise.format,
         of_weight,
         recipe.weight_columnwise.format,
@@ -341,16 +349,16 @@ def _plan_backward(
 @impl(linear_backward)
 def _linear_backward(
     gradient, x, weight, scales, tensor_scale, amax, multiplier, keys, casts, needs_x, needs_weight, columns, dtype, origin,
-    x_aligned=False,
+    x_laid=False,
 ) -> list[Tensor]:  # fmt: skip
-    options = (needs_x, needs_weight, columns, dtype, (origin[0], origin[1]), x_aligned)
+    options = (needs_x, needs_weight, columns, dtype, (origin[0], origin[1]), x_laid)
     return backward(gradient, list(x), weight, scales, tensor_scale, amax, multiplier, keys, casts, *options)
 
 
 @fake(linear_backward)
 def _linear_backward_fake(
     gradient, x, weight, scales, tensor_scale, amax, multiplier, keys, casts, needs_x, needs_weight, columns, dtype, origin,
-    x_aligned=False,
+    x_laid=False,
 ) -> list[Tensor]:  # fmt: skip
     results = [gradient.new_empty((gradient.shape[0], columns))] if needs_x else []
     if needs_weight:

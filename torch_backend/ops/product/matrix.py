@@ -24,16 +24,15 @@ class Matrix(NamedTuple):
         format: format of the codes; None for values.
         origin: (row, column) of the first element in the matrix from whose corner blocks are counted.
         transposed: whether it is stored as [contracted, size].
-        ordered: whether 1x128 scales are stored as the CUDA library's product reads them, [blocks, size rounded up to 4].
-        aligned: whether MX codes were aligned when quantized (`definition.alignment`); scales are then `ordered`.
+        laid: whether the parts are laid out as the CUDA library's product reads them (`OperandCast.laid`): scales of 1x128 or
+            of rows as [blocks, size rounded up to 4], and so those of MX, whose codes are aligned.
     """
 
     parts: Sequence[Tensor]
     format: Format | None
     origin: tuple[int, int] = (0, 0)
     transposed: bool = False
-    ordered: bool = False
-    aligned: bool = False
+    laid: bool = False
 
     @property
     def is_one_tensor(self) -> bool:

@@ -1,15 +1,15 @@
 """Custom ops that multiply two quantized operands by the route that `kernels.routes` chooses.
 
     blockfp::product        (a, a_format, b, b_format, n, k, bias, dtype, fast_accum, columnwise, index, origin, a_origin,
-                             exact, a_aligned, b_aligned)
+                             exact, a_laid, b_laid)
     blockfp::weight_product (a, a_format, weight, format, n, k, bias, dtype, fast_accum, columnwise, index, a_origin, exact,
-                             a_aligned)
+                             a_laid)
 
 Both return a @ b^T + bias, [m, n], for a [m, k] and b [n, k]. An operand is a list of parts: codes, scales and any tensor
 scale, or values alone without a format. `columnwise` means that b is stored as [k, n]: a weight with only rowwise codes, in the
 product that contracts its rows. Its columnwise codes are derived during the call. `index` selects one matrix of a stack.
 `exact` is the recipe's `exactness`: it may exclude routes that change an operand, or ask for a defined order of sums.
-`a_aligned` and `b_aligned` mark operands that are already aligned (`comes_aligned`).
+`a_laid` and `b_laid` mark operands that come laid out for the product (`comes_laid`).
 
 `weight_product` takes b as one `QuantizedTensor`, which has its own origin; the op table unpacks it after dynamo.
 """
@@ -43,12 +43,12 @@ from .matrix import Matrix
 product = define(
     "product(Tensor[] a, str? a_format, Tensor[] b, str? b_format, SymInt n, SymInt k, Tensor? bias, ScalarType dtype, "
     "bool fast_accum=False, bool columnwise=False, int? index=None, SymInt[] origin=[0, 0], SymInt[] a_origin=[0, 0], "
-    "str exact='', bool a_aligned=False, bool b_aligned=False) -> Tensor"
+    "str exact='', bool a_laid=False, bool b_laid=False) -> Tensor"
 )
 weight_product = define(
     "weight_product(Tensor[] a, str? a_format, Tensor weight, str format, SymInt n, SymInt k, Tensor? bias, ScalarType dtype, "
     "bool fast_accum=False, bool columnwise=False, int? index=None, SymInt[] a_origin=[0, 0], str exact='', "
-    "bool a_aligned=False) -> Tensor"
+    "bool a_laid=False) -> Tensor"
 )
 
 
@@ -79,8 +79,8 @@ def multiply(
     b_format = None if b.format is None else b.format.name
     options = (*size, bias, dtype, fast_accum, b.transposed, index)
     if b.is_one_tensor:
-        return weight_product(a.parts, a_format, b.parts[0], b_format, *options, a.origin, exact, a.aligned)
-    return product(a.parts, a_format, b.parts, b_format, *options, b.origin, a.origin, exact, a.aligned, b.aligned)
+        return weight_product(a.parts, a_format, b.parts[0], b_format, *options, a.origin, exact, a.laid)
+    return product(a.parts, a_format, b.parts, b_format, *options, b.origin, a.origin, exact, a.laid, b.laid)
 
 
 @lru_cache(maxsize=4096)
@@ -118,12 +118,12 @@ def _product(
     origin: Sequence[int] = (0, 0),
     a_origin: Sequence[int] = (0, 0),
     exact: Exact = "",
-    a_aligned: bool = False,
-    b_aligned: bool = False,
+    a_laid: bool = False,
+    b_laid: bool = False,
 ) -> Tensor:
     formats = [None if name is None else Format.parse(name) for name in (a_format, b_format)]
-    right = Matrix(b, formats[1], (origin[0], origin[1]), columnwise, aligned=b_aligned)
-    left = Matrix(a, formats[0], (a_origin[0], a_origin[1]), aligned=a_aligned)
+    right = Matrix(b, formats[1], (origin[0], origin[1]), columnwise, b_laid)
+    left = Matrix(a, formats[0], (a_origin[0], a_origin[1]), laid=a_laid)
     return multiply_parts(left, right, n, k, bias, dtype, fast_accum, index, exact)
 
 
@@ -170,7 +170,7 @@ def multiply_parts(
         b = b._replace(parts=[part[index if part.shape[0] > 1 else 0] if part.ndim > 2 else part for part in b.parts])
     first, added = a.parts[0], None if bias is None else bias.dtype
     key = (first.device, first.shape[0], n, k, dtype, first.dtype, b.parts[0].dtype, added, fast_accum, exact)
-    key = (*key, a.format, a.origin, a.aligned, b.format, b.origin, b.transposed, b.aligned)
+    key = (*key, a.format, a.origin, a.laid, b.format, b.origin, b.transposed, b.laid)
     run = _products.get(key)
     if run is None:
         run = switch.kept(_products, key, product_of(a, b, n, k, added, dtype, fast_accum, exact))
@@ -190,13 +190,15 @@ def product_of(
     if ordered:
         blocks = not transposed or b.format is None or b.format.square
         chosen = ordered_products.route_of(a, b, exact, contracts_blocks=blocks, cut=_cut(a) or _cut(b))
-        if not a.parts[0].is_cuda:
-            return ordered_products.on_the_host(a, b, n, k, dtype, chosen)
     else:
         whole = in_order(b.format, b.origin, transposed) and not _cut(a)
         chosen = route_on(device, a.format, b.format, m, n, k, whole, exact)
-    if (a.aligned or b.aligned) and chosen.mode != "aligned":
-        raise ValueError(f"an operand is aligned, and aligned ones are not multiplied here: {chosen.reason}")
+    on_host = ordered and not a.parts[0].is_cuda
+    if (a.laid or b.laid) and (on_host or chosen.mode not in ("block", "aligned")):
+        why = "a CPU multiplies parts as they are stored" if on_host else chosen.reason
+        raise ValueError(f"an operand comes laid out for the CUDA library's product, which doesn't run here: {why}")
+    if on_host:
+        return ordered_products.on_the_host(a, b, n, k, dtype, chosen)
     if chosen.mode in ("dequantize", "plain"):
         if ordered:
             return ordered_products.on_values_of(a, b, n, k, dtype)
@@ -212,7 +214,7 @@ def product_of(
     assert a.format is not None
     assert b.format is not None
     a_format, b_format = formats = a.format, b.format
-    width, options = k, {"fast": fast_accum, "exact_order": ordered}
+    width, options = k, {"fast": fast_accum, "exact_order": ordered, "ordered": (a.laid, b.laid)}
     aligned = chosen.mode == "aligned"
     if aligned:
         formats, width = tuple(map(alignment.aligned_format, formats)), -(-k // 16) * 16
@@ -224,8 +226,8 @@ def product_of(
     if not aligned:
         turn = cuda.turner(b.parts, b_format, n)
         return lambda a, b, bias: run(a, turn(b), bias)
-    align_a = None if a.aligned else cuda_layouts.aligner(a.parts[0], a_format, k, False)
-    align_b = None if b.aligned else cuda_layouts.aligner(b.parts[0], b_format, columns, transposed)
+    align_a = None if a.laid else cuda_layouts.aligner(a.parts[0], a_format, k, False)
+    align_b = None if b.laid else cuda_layouts.aligner(b.parts[0], b_format, columns, transposed)
     if align_a is None and align_b is None:
         return run
 
@@ -237,25 +239,27 @@ def product_of(
     return on_aligned_codes
 
 
-def comes_aligned(x: Tensor, own: Format | None, other: Format | None, *, exact: Exact, in_order: bool = True) -> bool:
-    """Returns whether x, quantized for a single product, should be aligned while it is quantized.
+def comes_laid(x: Tensor, own: Format | None, other: Format | None, *, exact: Exact, in_order: bool = True) -> bool:
+    """Returns whether x, quantized for a single product, should be laid out for it while it is quantized.
 
-    It should if the product would align its codes anyway; `Matrix.aligned` then tells it not to. Only the device of x matters.
-    `own` is its format, `other` the other operand's; `exact` is as for `multiply`, `in_order` as for `kernels.routes.route`.
+    It should if the CUDA library's product would do that anyway; `Matrix.laid` then tells it not to. Only the device of x
+    matters. `own` is its format, `other` the other operand's; `exact` is as for `multiply`, `in_order` as for
+    `kernels.routes.route`.
     """
-    if own is None or other is None or "exact" in exact or not in_order or not own.scale.e8m0:
+    # One scale has no layout, and square blocks are read as they are stored.
+    if own is None or other is None or not in_order or own.block is None or own.block[0] > 1:
         return False
-    return _aligns(x.device.type, x.device.index, own.name, other.name)
+    return _lays(x.device.type, x.device.index, own.name, other.name, exact)
 
 
 # A constant for dynamo.
 @assume_constant_result
-def _aligns(kind: str, index: int | None, own: str, other: str) -> bool:
+def _lays(kind: str, index: int | None, own: str, other: str, exact: Exact) -> bool:
     if kind == "cuda" and not torch.cuda.is_available():
         # Fake tensors may name a device that this machine lacks.
         return False
     device = torch.device(kind) if index is None else torch.device(kind, index)
-    return route_on(device, Format.parse(own), Format.parse(other), 1, 1, 1).mode == "aligned"
+    return route_on(device, Format.parse(own), Format.parse(other), 1, 1, 1, exact=exact).mode in ("block", "aligned")
 
 
 def in_order(format: Format | None, origin: tuple[int, int], transposed: bool) -> bool:

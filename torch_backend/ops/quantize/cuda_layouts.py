@@ -1,4 +1,4 @@
-"""Codes and scales laid out as the products of a GPU read them: MX with a scale for 128 elements, and turned."""
+"""Codes and scales laid out as the products of a GPU read them: MX with a scale for 128 elements, scales in order, turned."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Align = Callable[[Array, Array], tuple[Array, Array]]
 """Aligns (codes, scales)."""
 
 
-def empty_aligned(x: Array, shape: Sequence[int]) -> list[Array]:
-    """Aligned codes and scales of matrices of this shape, not filled, on x's device."""
-    return [x.new_empty(part, dtype=getattr(torch, dtype)) for part, dtype in calls.aligned_parts(shape)]
+def empty_laid(x: Array, shape: Sequence[int], format: Format) -> list[Array]:
+    """Codes and scales of matrices of this shape as products read them, not filled, on x's device."""
+    return [x.new_empty(part, dtype=getattr(torch, dtype)) for part, dtype in calls.laid_parts(shape, format)]
 
 
 def align(codes: Array, scales: Array, format: Format | str, *, columns: int, transposed: bool = False) -> tuple[Array, Array]:
     """Shifts MX codes [.., rows, bytes] to one scale for 128 elements, as the library's product takes them
-    (`calls.aligned_parts`).
+    (`calls.laid_parts`).
 
     The values are those of `alignment.align`; `transposed` gives those of the transposed matrices, of blocks of 32x32.
     """
@@ -55,32 +55,47 @@ def _aligner(shape: tuple[int, ...], device: torch.device, format: Format, trans
     return aligned
 
 
-AlignPlan = tuple[int, Align]
-"""The index of the codes among the parts of an operand that was just quantized, and what aligns that direction."""
+def ordered(scales: Array) -> Array:
+    """Scales of 1x128 or of rows, [lines, blocks], as the library's products read them."""
+    out = scales.new_zeros((scales.shape[1], -(-scales.shape[0] // 4) * 4))
+    out[:, : scales.shape[0]] = scales.mT
+    return out
 
 
-def align_plans(x: Array, cast: OperandCast) -> list[AlignPlan]:
-    """Plans `align` for the directions of matrices that lie as x does, [.., rows, columns], and come aligned."""
+LayPlan = tuple[int, Align]
+"""The index of the codes among the parts of an operand that was just quantized, and what lays that direction out."""
+
+
+def lay_plans(x: Array, cast: OperandCast, *, by_library: bool) -> list[LayPlan]:
+    """Plans what is left to lay out (`OperandCast.laid`) behind the cast of matrices that lie as x does, [.., rows, columns].
+
+    `by_library`: the CUDA library casts, which orders scales itself.
+    """
     behind_row = 0 if cast.row is None else 3 if cast.row.scale.two_level else 2
-    directions = ((0, x, cast.row, cast.aligned[0]), (behind_row, x.mT, cast.column, cast.aligned[1]))
-    return [(i, _aligner(tuple(y.shape), x.device, f, False)) for i, y, f, wanted in directions if f is not None and wanted]
+    plans: list[LayPlan] = []
+    for first, y, format, laid in ((0, x, cast.row, cast.laid[0]), (behind_row, x.mT, cast.column, cast.laid[1])):
+        if format is not None and laid and format.scale.e8m0:
+            plans.append((first, _aligner(tuple(y.shape), x.device, format, False)))
+        elif format is not None and laid and not by_library:
+            plans.append((first, lambda codes, scales: (codes, ordered(scales))))
+    return plans
 
 
-def align_parts(parts: list[Any], plans: Sequence[AlignPlan]) -> None:
-    """Puts aligned codes and scales in the place of those that the plans name."""
+def lay_parts(parts: list[Any], plans: Sequence[LayPlan]) -> None:
+    """Puts codes and scales that are laid out in the place of those that the plans name."""
     for first, run in plans:
         parts[first : first + 2] = run(parts[first], parts[first + 1])
 
 
-def aligned_behind(run: Callable[..., list[Any]], plans: Sequence[AlignPlan]) -> Callable[..., list[Any]]:
-    """Returns `run`, whose parts are aligned by these plans behind it."""
+def laid_behind(run: Callable[..., list[Any]], plans: Sequence[LayPlan]) -> Callable[..., list[Any]]:
+    """Returns `run`, whose parts are laid out by these plans behind it."""
 
-    def aligned(*arguments: Any) -> list[Any]:
+    def laid(*arguments: Any) -> list[Any]:
         parts = run(*arguments)
-        align_parts(parts, plans)
+        lay_parts(parts, plans)
         return parts
 
-    return aligned
+    return laid
 
 
 def transpose_words(x: Array) -> Array:

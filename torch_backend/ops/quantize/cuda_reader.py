@@ -18,7 +18,7 @@ from blockfp.kernels.operand_cast import OperandCast
 
 from ..cuda import check_beside, check_input_on_device
 from ..library import maker, name_of
-from .cuda_layouts import align_parts, align_plans
+from .cuda_layouts import lay_parts, lay_plans
 
 Read = Callable[..., list[Tensor]]
 """Quantizes operands of one kind: (x, amax, multiplier, keys) -> [row parts .., column parts .., amax?].
@@ -53,7 +53,7 @@ def reader(x: Tensor, cast: OperandCast, *, one_scale: bool = False, function: s
     elif of_made and cast.format.per_tensor:
         told = names.index("amax")
     # In a pass of its own, where the kernel that aligns doesn't quantize so.
-    shifts = [] if call.function.endswith("_aligned") else align_plans(x, cast)
+    shifts = [] if call.function.endswith("_aligned") else lay_plans(x, cast, by_library=True)
 
     def read(x, amax=None, multiplier=None, keys=None):
         arrays: list[Any] = [None] * count
@@ -76,7 +76,7 @@ def reader(x: Tensor, cast: OperandCast, *, one_scale: bool = False, function: s
         for place in dropped:
             del arrays[place]
         if shifts:
-            align_parts(arrays, shifts)
+            lay_parts(arrays, shifts)
         if amax is not None:
             # What was given is no result of its own.
             arrays.append(amax.clone() if given == "amax" else amax)

@@ -1,7 +1,7 @@
 """Custom ops that quantize an operand of a matrix product rowwise, columnwise, or both from one read.
 
-    blockfp::quantize_operand   (x, row, column, amax, multiplier, keys, random_row, random_column, rotate, eps, align_row,
-                                 align_column) -> [row parts .., column parts .., amax if a multiplier is given]
+    blockfp::quantize_operand   (x, row, column, amax, multiplier, keys, random_row, random_column, rotate, eps, lay_row,
+                                 lay_column) -> [row parts .., column parts .., amax if a multiplier is given]
     blockfp::delayed_multiplier (scale, amax, format, eps) -> float32 (), delayed scaling's multiplier
 
 Columnwise quantizes the transpose of x: scales run along the rows of x and codes are transposed. Parts are codes, scales and,
@@ -25,13 +25,13 @@ from blockfp.kernels.operand_cast import OperandCast, Pair, given_of
 from .. import kernels
 from ..dequantize_plans import dequantize_parts
 from ..library import define, empty_parts, fake, impl
-from .cuda_layouts import empty_aligned
+from .cuda_layouts import empty_laid
 from .quantize_plans import part_count, quantize_matrix
 
 _op = define(
     "quantize_operand(Tensor x, str? row, str? column, Tensor? amax=None, Tensor? multiplier=None, Tensor? keys=None, "
-    "bool random_row=False, bool random_column=False, bool rotate=False, float eps=0.0, bool align_row=False, "
-    "bool align_column=False) -> Tensor[]"
+    "bool random_row=False, bool random_column=False, bool rotate=False, float eps=0.0, bool lay_row=False, "
+    "bool lay_column=False) -> Tensor[]"
 )
 
 delayed_multiplier = define("delayed_multiplier(Tensor scale, Tensor amax, str format, float eps) -> Tensor")
@@ -61,7 +61,7 @@ def quantize_operand(
     """
     row, column = cast.row, cast.column
     names = [None if format is None else format.name for format in (row, column)]
-    parts = _op(x, *names, amax, multiplier, keys, *cast.random, cast.rotate, cast.eps, *cast.aligned)
+    parts = _op(x, *names, amax, multiplier, keys, *cast.random, cast.rotate, cast.eps, *cast.laid)
     recorded = None
     if multiplier is not None:
         parts, recorded = parts[:-1], parts[-1]
@@ -85,32 +85,32 @@ def tensor_amax(x: Tensor, *, by_row: bool = False) -> Tensor:
     return largest.view(x.dtype).to(torch.float32).view(torch.int32)
 
 
-def empty_directions(x: Tensor, shape: Sequence[int], names: tuple[str | None, str | None], aligned: Pair) -> list[Tensor]:
+def empty_directions(x: Tensor, shape: Sequence[int], names: tuple[str | None, str | None], laid: Pair) -> list[Tensor]:
     """Returns uninitialized parts of a matrix of this shape, rowwise and columnwise, on x's device; None skips a direction."""
     parts: list[Tensor] = []
-    for name, lines, is_aligned in zip(names, (shape, shape[::-1]), aligned, strict=True):
+    for name, lines, is_laid in zip(names, (shape, shape[::-1]), laid, strict=True):
         if name is not None:
-            parts += empty_aligned(x, lines) if is_aligned else empty_parts(x, lines, Format.parse(name))
+            parts += (empty_laid if is_laid else empty_parts)(x, lines, Format.parse(name))
     return parts
 
 
 @impl(_op)
 def _quantize_operand(
     x, row, column, amax=None, multiplier=None, keys=None, random_row=False, random_column=False, rotate=False, eps=0.0,
-    align_row=False, align_column=False,
+    lay_row=False, lay_column=False,
 ) -> list[Tensor]:  # fmt: skip
     first, second = (None if name is None else Format.parse(name) for name in (row, column))
-    random, aligned = (random_row, random_column), (align_row, align_column)
-    cast = OperandCast(first, second, given_of(amax, multiplier), random, rotate, eps, aligned)
+    random, laid = (random_row, random_column), (lay_row, lay_column)
+    cast = OperandCast(first, second, given_of(amax, multiplier), random, rotate, eps, laid)
     return quantize_matrix(x, cast, amax, multiplier, keys)
 
 
 @fake(_op)
 def _quantize_operand_fake(
     x, row, column, amax=None, multiplier=None, keys=None, random_row=False, random_column=False, rotate=False, eps=0.0,
-    align_row=False, align_column=False,
+    lay_row=False, lay_column=False,
 ) -> list[Tensor]:  # fmt: skip
-    parts = empty_directions(x, x.shape, (row, column), (align_row, align_column))
+    parts = empty_directions(x, x.shape, (row, column), (lay_row, lay_column))
     return parts if multiplier is None else [*parts, x.new_empty((1,), dtype=torch.int32)]
 
 

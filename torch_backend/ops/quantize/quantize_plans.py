@@ -24,7 +24,7 @@ from .. import cuda, kernels
 from ..kernels import kernels_for
 from ..library import name_of
 from ..product.matrix import mark, marker
-from .cuda_layouts import align_plans, aligned_behind
+from .cuda_layouts import laid_behind, lay_plans
 from .cuda_reader import Read, reader
 
 _plans: dict[Any, Read] = switch.plans()
@@ -56,7 +56,7 @@ def plan_of(x: Tensor, cast: OperandCast, *, one_scale: bool = False) -> Read:
     if run is cuda and not chooses:
         return _cuda_plan(x, cast, one_scale)
     plan = _cpu_plan(x, cast) if run is native else _definition_plan(cast)
-    return aligned_behind(plan, align_plans(x, cast)) if any(cast.aligned) else plan
+    return laid_behind(plan, lay_plans(x, cast, by_library=False)) if any(cast.laid) else plan
 
 
 def part_count(format: Format) -> int:
@@ -106,7 +106,7 @@ def _rotated_apart(x: Tensor, cast: OperandCast) -> Read:
         raise ValueError(f"a rotated operand in {cast.column} has another amax than the one that its scale was made of")
     row, column = cast.directions
     by_row = None if row.row is None else _cuda_plan(x, row)
-    turned = OperandCast(column.column, None, None, (cast.random[1], False), eps=cast.eps, aligned=(cast.aligned[1], False))
+    turned = OperandCast(column.column, None, None, (cast.random[1], False), eps=cast.eps, laid=(cast.laid[1], False))
     by_column = _cuda_plan(rotation.rotate(x.mT), turned)
 
     def run(x: Tensor, amax: Tensor | None, multiplier: Tensor | None, keys: Tensor | None) -> list[Tensor]:
