@@ -136,7 +136,9 @@ def test_readers_of_raw_memory_find_no_codes(tmp_path):
     assert torch.equal(safetensors.torch.load_file(tmp_path / "values.safetensors")["weight"], cast.values)
 
 
-def _sharded(rank, weights):
+@WEIGHTS
+@threaded.on(2)
+def test_shards(rank, weights):
     model = layers("mxfp8", weights, dtype=torch.float32)
     before = {p.data_ptr() for p in model.parameters()}
     fully_shard(model)
@@ -148,11 +150,6 @@ def _sharded(rank, weights):
     model[0].weight.register_post_accumulate_grad_hook(seen.append)
     model(torch.ones(32, 64)).sum().backward()
     assert seen[0] is model[0].weight
-
-
-@WEIGHTS
-def test_shards(weights):
-    threaded.run(2, _sharded, weights)
 
 
 class LlamaMLP(nn.Module):
