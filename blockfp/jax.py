@@ -3,10 +3,9 @@
 from . import errors, formats, recipes
 from .formats import Format
 from .jax_backend.arrays.array import QuantizedArray
-from .jax_backend.arrays.boundary_codes import keep_codes
 from .jax_backend.arrays.collectives import all_gather, all_reduce, reduce_scatter
 from .jax_backend.arrays.identity import Static
-from .jax_backend.arrays.quantize import fake_quantize, from_torch, quantize, quantize_both, quantize_columnwise
+from .jax_backend.arrays.quantize import fake_quantize, from_torch, keep_codes, quantize, quantize_both, quantize_columnwise
 from .jax_backend.files import load, save
 from .jax_backend.linear.delayed import DelayedState, delayed_state
 from .jax_backend.linear.dot_general import dot_general

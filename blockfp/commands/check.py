@@ -20,7 +20,7 @@ import typer
 from rich.markup import escape
 
 from .. import __version__
-from ..check import backends, in_flight
+from ..check import backends, pieces
 from ..check.backends import BACKENDS
 from ..check.comparison import Comparison, against_source, read_report
 from ..check.comparison import compare as compare_reports
@@ -126,7 +126,7 @@ def check_command(
     sums = _summation(summation, formats, loaded, backend) if products else None
     models = {path: saving.open_whole(path) for path in files}
     findings = Findings(loaded, formats, with_products=products)
-    _run_checks(models, findings, threads or in_flight.usable_cpus(), sums)
+    _run_checks(models, findings, threads or pieces.usable_cpus(), sums)
 
     for line in tensor_table(findings) if per_tensor else format_table(findings):
         say(line, "red" if " NO (" in line else "")
@@ -176,10 +176,10 @@ def _run_checks(models: dict[Path, Model], findings: Findings, threads: int, sum
     total, multiplied = tensors * len(findings.formats), frozenset() if summation is None else chosen(tensors)
     numbers = itertools.count()
     # NumPy, XLA and the kernels release Python's lock, so formats of a tensor run in parallel.
-    work = in_flight.InFlight()
+    work = pieces.InFlight()
 
     def run(x: np.ndarray, format: Format, number: int) -> Check:
-        with work.room(in_flight.bytes_of(x, format)):
+        with work.room(pieces.bytes_of(x, format)):
             found = check(x, format, findings.backends)
             if number not in multiplied:
                 return found

@@ -20,7 +20,7 @@ from typing import IO, Any, NamedTuple
 
 from ..errors import BadCheckpoint
 from . import untrusted
-from .atomic import naming, to_disk
+from .atomic import naming
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -84,12 +84,6 @@ def is_own(checkpoint: Path) -> bool:
     return called or os.path.lexists(checkpoint / MANIFEST)
 
 
-def file_sum(path: Path) -> FileSum:
-    """Reads a file and returns its length and checksum."""
-    with untrusted.open_regular(path) as file:
-        return _sum_of(file)
-
-
 def _sum_of(file: IO[bytes]) -> FileSum:
     digest = hashlib.file_digest(file, "sha256").hexdigest()  # pyright: ignore[reportArgumentType]
     return FileSum(file.tell(), digest)
@@ -99,14 +93,6 @@ def text_of(files: Mapping[str, FileSum]) -> bytes:
     """Returns the manifest of these files."""
     entries = {name: {"length": s.length, "sha256": s.sha256} for name, s in sorted(files.items())}
     return (json.dumps({"version": VERSION, "files": entries}, indent=1) + "\n").encode()
-
-
-def write_manifest(checkpoint: Path, files: Mapping[str, FileSum]) -> None:
-    """Writes the manifest and flushes it and the folder to disk."""
-    path = checkpoint / MANIFEST
-    path.write_bytes(text_of(files))
-    to_disk(path)
-    to_disk(checkpoint)
 
 
 def problem_with(path: Path, length: int) -> str | None:

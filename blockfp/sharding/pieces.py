@@ -1,4 +1,7 @@
-"""Pieces of the axis that tensor parallelism cuts, as many on any number of ranks, so that one tree adds their products.
+"""Cuts of an axis: the positions of the ranks' chunks, and pieces that tensor parallelism adds.
+
+Meshes have thousands of ranks, and a training step must not loop over all of them in Python for each weight: positions are
+arrays. There are as many pieces on any number of ranks, so that one tree adds their products.
 
     splits = 4      1 rank: ((0 + 1) + (2 + 3))      2 ranks: (0 + 1) + (2 + 3)      4 ranks: a piece each
 
@@ -8,8 +11,45 @@ ranks divide, so a rank has a whole subtree.
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
+
+import numpy as np
+
 from ..definition.recipe import DIRECTIONS, OPERANDS, Recipe
 from ..formats import WHOLE_ROW
+
+
+@lru_cache(maxsize=1024)
+def chunks(size: int, counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (starts, sizes), int64 [*counts]: the axis cut into counts[0] chunks, each of these into counts[1], and so on."""
+    starts, sizes = np.zeros((), np.int64), np.array(size, np.int64)
+    for count in counts:
+        chunk = -(-sizes // count)[..., None]
+        before = np.minimum(np.arange(count) * chunk, sizes[..., None])
+        starts, sizes = starts[..., None] + before, np.minimum(chunk, sizes[..., None] - before)
+    starts.flags.writeable = sizes.flags.writeable = False
+    return starts, sizes
+
+
+@lru_cache(maxsize=1024)
+def straddling(size: int, counts: tuple[int, ...], block: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    """Returns the indices of blocks that several chunks share, and for each level of cuts whether such chunks differ in it."""
+    starts, sizes = chunks(size, counts)
+    places = np.flatnonzero(sizes)
+    begins = starts.ravel()[places]
+    first = begins // block
+    # Chunks are in ascending order, so a chunk that begins inside a block shares it with the chunk before.
+    shared = np.flatnonzero(begins != first * block)
+    if not len(shared):
+        return (), (False,) * len(counts)
+    blocks = first[shared]
+    blocks = blocks[np.flatnonzero(np.diff(blocks, prepend=-1))]
+    before, after, differ = places[shared - 1], places[shared], []
+    for level in range(len(counts)):
+        within = math.prod(counts[level + 1 :])
+        differ.append(bool((before // within % counts[level] != after // within % counts[level]).any()))
+    return tuple(blocks.tolist()), tuple(differ)
 
 
 def check_splits(splits: int | None, ranks: int, where: str) -> None:

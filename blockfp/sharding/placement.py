@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from . import cuts
+from . import pieces
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class Sharding:
 
         Empty chunks are included. Vectorized over ranks, because meshes have thousands of them.
         """
-        return cuts.chunks(self.shape[dim], self._counts(dim))
+        return pieces.chunks(self.shape[dim], self._counts(dim))
 
     def starts(self, dim: int) -> np.ndarray:
         """Returns the starts of the non-empty chunks of array axis `dim`, ascending."""
@@ -268,11 +268,11 @@ class Sharding:
 
     def straddling(self, dim: int, block: int) -> tuple[int, ...]:
         """Returns the indices of blocks of length `block` along array axis `dim` that span several ranks, ascending."""
-        return cuts.straddling(self.shape[dim], self._counts(dim), block)[0]
+        return pieces.straddling(self.shape[dim], self._counts(dim), block)[0]
 
     def straddling_axes(self, dim: int, block: int) -> tuple[str, ...]:
         """Returns the mesh axes along which ranks that share a block of array axis `dim` differ, in the mesh's order."""
-        _, differ = cuts.straddling(self.shape[dim], self._counts(dim), block)
+        _, differ = pieces.straddling(self.shape[dim], self._counts(dim), block)
         axes = {name for name, differs in zip(self.order(dim), differ, strict=True) if differs}
         return tuple(name for name in self.mesh.names if name in axes)
 

@@ -87,7 +87,8 @@ def values(param):
     return local.detach().clone()
 
 
-def _trains(rank):
+@gloo.on(2)
+def test_fsdp2_steps_every_parameter_as_without_it(rank):
     for recipe, weights in (("mxfp8", "quantized"), ("mxfp8", "high_precision"), ("nvfp4", "quantized")):
         plain = net(recipe, weights)
         fully_shard(plain)
@@ -105,11 +106,8 @@ def _trains(rank):
             assert torch.equal(values(a), values(b))
 
 
-def test_fsdp2_steps_every_parameter_as_without_it():
-    gloo.run(2, __file__, "_trains")
-
-
-def _converted_behind_prepare(rank):
+@gloo.on(2)
+def test_convert_behind_prepare(rank):
     """One process: the optimizer that accelerate wraps trains what `convert` makes of its model. Two: DDP holds the weights."""
     from accelerate import Accelerator
 
@@ -132,11 +130,8 @@ def _converted_behind_prepare(rank):
             assert train(model, optimizer, 0, ours.backward) == train(expected, optimizer_of(expected, weights), 0)
 
 
-def test_convert_behind_prepare():
-    gloo.run(2, __file__, "_converted_behind_prepare")
-
-
-def _efficient_loading(rank):
+@gloo.on(2)
+def test_only_rank_0_has_read_the_model(rank):
     for recipe, weights in (("mxfp8", "quantized"), ("fp8_block", "quantized"), ("mxfp8", "high_precision")):
         whole = net(recipe, weights)
         fully_shard(whole)
@@ -156,11 +151,8 @@ def _efficient_loading(rank):
         assert all(not torch.equal(values(p), old) for p, old in zip(model.parameters(), before, strict=True))
 
 
-def test_only_rank_0_has_read_the_model():
-    gloo.run(2, __file__, "_efficient_loading")
-
-
-def _mixed(rank):
+@gloo.on(2)
+def test_mixed_precision(rank):
     """With mixed precision accelerate casts every parameter's `.data` to float32: codes stay, their nominal dtype changes."""
     ours = accelerator(rank, reshard_after_forward=True, cpu_ram_efficient_loading=False, mixed_precision="bf16")
     model = net("mxfp8", "quantized", torch.bfloat16)
@@ -170,10 +162,6 @@ def _mixed(rank):
     losses = train(model, optimizer, rank, ours.backward)
     assert losses[-1] < losses[0]
     assert all(not torch.equal(values(p), old) for p, old in zip(model.parameters(), before, strict=True))
-
-
-def test_mixed_precision():
-    gloo.run(2, __file__, "_mixed")
 
 
 @pytest.mark.parametrize("weights", ["quantized", "high_precision"])

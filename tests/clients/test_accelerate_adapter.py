@@ -47,7 +47,8 @@ def same(model, other):
         assert torch.equal(getattr(a, "_local_tensor", a), getattr(b, "_local_tensor", b)), name
 
 
-def _loads(rank):
+@gloo.on(2)
+def test_recipes_with_buffers_are_loaded_by_rank_0_alone(rank):
     from blockfp.integrations.accelerate import prepare
 
     common = client()
@@ -69,10 +70,6 @@ def _loads(rank):
         assert set(names) <= set(model.state_dict())
         assert common.train(model, optimizer, rank, ours.backward) == expected, recipe
         same(model, plain)
-
-
-def test_recipes_with_buffers_are_loaded_by_rank_0_alone():
-    gloo.run(2, __file__, "_loads")
 
 
 def _resumes(rank):

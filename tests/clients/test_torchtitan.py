@@ -302,13 +302,10 @@ def test_a_model_that_is_built_already_can_be_converted(titan):
     model.verify_module_protocol()
 
 
-def replicated(rank, titan):
+@threaded.on(2)
+def test_what_cannot_be_cut_is_named(rank, titan):
     with pytest.raises(ValueError, match=r"a QuantizedLinear \(.*\) can't be placed as R: exclude it by skip="):
         parallel(titan, "deepseek", 2, 1, dp=1, recipe="mxfp8", skip=("lm_head", "*.router.gate", "*experts*"))
-
-
-def test_what_cannot_be_cut_is_named(titan):
-    threaded.run(2, replicated, titan)
 
 
 def test_moments_in_bfloat16_are_refused(titan):

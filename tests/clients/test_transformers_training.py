@@ -175,7 +175,8 @@ def _in_processes(rank):
     return folder
 
 
-def _ddp(rank):
+@gloo.on(2)
+def test_ddp(rank):
     folder = _in_processes(rank)
     model = AutoModelForCausalLM.from_pretrained(folder / "plain", quantization_config=BlockfpConfig("mxfp8"))
     before = values_of_model(model)
@@ -189,10 +190,6 @@ def _ddp(rank):
         first = value.clone()
         dist.broadcast(first, 0)
         assert torch.equal(value, first)
-
-
-def test_ddp():
-    gloo.run(2, __file__, "_ddp")
 
 
 def _fsdp2_trainer(folder, run="run", kind="SHARDED_STATE_DICT"):
@@ -215,7 +212,8 @@ def _fsdp2_trainer(folder, run="run", kind="SHARDED_STATE_DICT"):
     return run
 
 
-def _fsdp2(rank):
+@gloo.on(2)
+def test_fsdp2(rank):
     folder = _in_processes(rank)
     run = _fsdp2_trainer(folder)
     before = values_of_model(run.model)
@@ -244,7 +242,3 @@ def _fsdp2(rank):
         resumed = _fsdp2_trainer(folder, where, kind)
         resumed.train(resume_from_checkpoint=str(folder / where / "checkpoint-2"))
         assert all(torch.equal(value, after[name]) for name, value in values_of_model(resumed.model).items())
-
-
-def test_fsdp2():
-    gloo.run(2, __file__, "_fsdp2")

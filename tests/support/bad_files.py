@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -14,6 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 STEP = "step-00000002"
+
+
+def sum_of(path: Path):
+    """A file's entry in a manifest."""
+    from blockfp.files import manifest
+
+    content = path.read_bytes()
+    return manifest.FileSum(len(content), hashlib.sha256(content).hexdigest())
 
 
 def samples(folder: Path) -> None:
@@ -224,10 +233,10 @@ def bad_checkpoint(rng: random.Random, checkpoint: Path) -> None:
         listed.write_bytes(mutated(rng, text) if rng.random() < 0.3 else text_of(changed(rng, content)).encode())
     elif rng.random() < 0.8:
         names = [path.name for path in checkpoint.iterdir() if path.name != manifest.MANIFEST and path.is_file()]
-        regular = {name: manifest.file_sum(checkpoint / name) for name in names if not (checkpoint / name).is_symlink()}
+        regular = {name: sum_of(checkpoint / name) for name in names if not (checkpoint / name).is_symlink()}
         kept = json.loads(listed.read_text())["files"]
         sums = {name: manifest.FileSum(0, kept[name]["sha256"]) for name in kept}
-        manifest.write_manifest(checkpoint, sums | regular)
+        listed.write_bytes(manifest.text_of(sums | regular))
     else:
         listed.unlink()
 

@@ -314,7 +314,8 @@ def test_16_bit_values_written_later_are_what_the_next_step_goes_on_from(weights
     assert torch.equal(optimizer.state[layer.weight]["master"], expected)
 
 
-def _sharded(rank):
+@gloo.on(2)
+def test_shards_that_are_loaded_behind_their_optimizer(rank):
     mesh = init_device_mesh("cpu", (2,))
     for recipe in recipes.RECIPES:
         models = [nn.Sequential(_model(recipe, seed)) for seed in (0, 1)]
@@ -336,7 +337,3 @@ def _sharded(rank):
         optimizer.param_groups[0]["lr"] = 0.0
         optimizer.step()
         assert torch.equal(optimizer.state[layer[0].weight]["master"], theirs.state[other[0].weight]["master"]), recipe
-
-
-def test_shards_that_are_loaded_behind_their_optimizer():
-    gloo.run(2, __file__, "_sharded")

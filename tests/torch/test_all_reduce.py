@@ -241,7 +241,8 @@ def test_errors_are_made_up_for():
     assert often < 0.25 * once
 
 
-def _resumed(rank):
+@threaded.on(2)
+def test_resumes_to_the_bit(rank):
     def run(outer, model, steps):
         for step in steps:
             with torch.no_grad():
@@ -261,11 +262,8 @@ def _resumed(rank):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def test_resumes_to_the_bit():
-    threaded.run(2, _resumed)
-
-
-def _shards(rank):
+@threaded.on(4)
+def test_between_shards(rank):
     """Two groups of two ranks: FSDP2 within, outer steps between."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "fsdp"))
     with threaded.seeded(0):
@@ -284,15 +282,9 @@ def _shards(rank):
         torch.testing.assert_close(was - common, torch.full_like(was, 0.5 * 1.9 * 0.375), rtol=0.02, atol=1e-6)
 
 
-def test_between_shards():
-    threaded.run(4, _shards)
-
-
-def test_quantized_weights_are_refused():
-    def rank(rank):
-        with pytest.raises(TypeError, match=r"params holds a quantized weight.*weights='high_precision'"):
-            OuterStep(bfp.convert(nn.Linear(64, 64), "mxfp8").parameters(), outer_of)
-        with pytest.raises(ValueError, match="params holds no parameter"):
-            OuterStep([], outer_of)
-
-    threaded.run(1, rank)
+@threaded.on(1)
+def test_quantized_weights_are_refused(rank):
+    with pytest.raises(TypeError, match=r"params holds a quantized weight.*weights='high_precision'"):
+        OuterStep(bfp.convert(nn.Linear(64, 64), "mxfp8").parameters(), outer_of)
+    with pytest.raises(ValueError, match="params holds no parameter"):
+        OuterStep([], outer_of)

@@ -178,15 +178,16 @@ def test_assigning_takes_memory_and_keeps_parameters():
     assert_is_part_of(other, None, model, None)
 
 
-def _plain_dcp(rank, folder):
+@threaded.on(4)
+def test_torchs_own_functions(rank, tmp_path):
     model = shard(model_of("fp8_e4m3_128x128", SHAPES), "strided")
-    dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+    dcp.save(get_model_state_dict(model), checkpoint_id=tmp_path)
     other = shard(model_of("fp8_e4m3_128x128", SHAPES, seed=50), "fsdp4")
     state = get_model_state_dict(other)
     assert local_of(state["0.weight_codes"]).data_ptr() == local_of(other[0].weight).codes.data_ptr()
     # Blocks of 128 rows straddle all shards: one whole grid.
     assert tuple(local_of(state["0.weight_scale"]).shape) == (1, 1)
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=tmp_path)
     set_model_state_dict(other, state)
     # A state dict of this mesh goes straight onto another.
     for name, value in get_model_state_dict(model).items():
@@ -198,7 +199,8 @@ def _full(value):
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def _offloaded(rank):
+@threaded.on(4)
+def test_what_stays_on_the_cpu_is_placed_as_the_parameter_is(rank):
     param = shard(model_of("nvfp4", SHAPES), "strided")[0].weight
     scales = local_of(param).scales
     whole = torch.empty((64, 8), dtype=torch.uint8, device="meta")
@@ -208,14 +210,6 @@ def _offloaded(rank):
     assert local_of(got).data_ptr() == scales.data_ptr()
     # torch saves a DTensor of shape () behind the training's back without copying it first.
     assert local_of(stored(param)["_tensor_scale"]).data_ptr() != local_of(param).tensor_scale.data_ptr()
-
-
-def test_what_stays_on_the_cpu_is_placed_as_the_parameter_is():
-    threaded.run(4, _offloaded)
-
-
-def test_torchs_own_functions(tmp_path):
-    threaded.run(4, _plain_dcp, tmp_path)
 
 
 def _wrong_format(rank, folder):

@@ -83,43 +83,37 @@ def test_weights_in_high_precision(tmp_path):
     threaded.run(2, _uninterrupted_or_not, tmp_path, "mxfp8", {"weights": "high_precision"})
 
 
-def _high_precision_is_plain(rank, folder):
+@threaded.on(2)
+def test_high_precision_weights_are_plain_and_can_be_requantized(rank, tmp_path):
     model = shard(model_of("mxfp8", 0, weights="high_precision"), "fsdp2")
     state = get_model_state_dict(model)
     local = local_of(state["0.weight"])
     assert type(local) is torch.Tensor
     assert local.data_ptr() == local_of(model[0].weight).values.data_ptr()
-    bfp.save_checkpoint(folder, model, step=1)
+    bfp.save_checkpoint(tmp_path, model, step=1)
     quantized = shard(model_of("mxfp8", 1), "fsdp2")
     with pytest.raises(BadCheckpoint, match=r"0\.weight is mxfp8_e4m3_32x32 in the model and torch\.float32 in the checkpoint"):
-        bfp.load_checkpoint(folder, quantized)
-    bfp.load_checkpoint(folder, quantized, requantize=True)
+        bfp.load_checkpoint(tmp_path, quantized)
+    bfp.load_checkpoint(tmp_path, quantized, requantize=True)
     expected = bfp.quantize(state["0.weight"].full_tensor(), "mxfp8_e4m3_32x32")
     start = rank * math.ceil(160 / 2)
     assert torch.equal(local_of(quantized[0].weight).codes, expected.codes[start : start + 80])
     assert torch.equal(local_of(quantized[0].weight).initial, local)
 
 
-def test_high_precision_weights_are_plain_and_can_be_requantized(tmp_path):
-    threaded.run(2, _high_precision_is_plain, tmp_path)
-
-
-def _experts(rank, folder, recipe):
+@pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4", "mxfp6"])
+@threaded.on(3)
+def test_experts(rank, tmp_path, recipe):
+    """One 3-D weight, cut between the experts, of which some ranks have fewer."""
     with threaded.seeded(0):
         layer, other = (bfp.GroupedLinear(5, 32, 24, recipe=recipe) for _ in range(2))
     whole = {name: value.clone() for name, value in layer.state_dict().items()}
     mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("fsdp",))
     fully_shard(layer, mesh=mesh)
-    bfp.save_checkpoint(folder, layer, step=0)
-    bfp.load_checkpoint(folder, other)
+    bfp.save_checkpoint(tmp_path, layer, step=0)
+    bfp.load_checkpoint(tmp_path, other)
     for name, value in other.state_dict().items():
         assert torch.equal(value, whole[name]), name
-
-
-@pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4", "mxfp6"])
-def test_experts(recipe, tmp_path):
-    """One 3-D weight, cut between the experts, of which some ranks have fewer."""
-    threaded.run(3, _experts, tmp_path, recipe)
 
 
 def transformer(seed, recipe):
@@ -205,22 +199,19 @@ def test_what_is_put_around_layers_stays_out_of_the_names_too(wrap, tmp_path):
     bfp.load_checkpoint(tmp_path, nvfp4, requantize=True)
 
 
-def _ddp_inside(rank, folder):
+@threaded.on(1)
+def test_what_ddp_puts_around_layers_stays_out_of_the_names_too(rank, tmp_path):
+    """And only that: a layer may be called "module" itself."""
     models = [nn.ModuleDict({"module": model_of("mxfp8", seed)}) for seed in range(3)]
     for model in models[:2]:
         model["module"] = DistributedDataParallel(model["module"], init_sync=False)
     optimizers = [bfp.AdamW(model.parameters(), lr=0.01) for model in models]
     optimizers[0].make_state()
-    bfp.save_checkpoint(folder, models[0], optimizers[0], step=1)
+    bfp.save_checkpoint(tmp_path, models[0], optimizers[0], step=1)
     for model, optimizer in zip(models[1:], optimizers[1:], strict=True):
-        bfp.load_checkpoint(folder, model, optimizer)
+        bfp.load_checkpoint(tmp_path, model, optimizer)
         held = everything(model, optimizer).values()
         assert_equal(dict(enumerate(held)), dict(enumerate(everything(models[0], optimizers[0]).values())))
-
-
-def test_what_ddp_puts_around_layers_stays_out_of_the_names_too(tmp_path):
-    """And only that: a layer may be called "module" itself."""
-    threaded.run(1, _ddp_inside, tmp_path)
 
 
 RECIPES = [None, "fp8_delayed", "fp8_current", "mxfp8", "nvfp4"]

@@ -48,7 +48,8 @@ def wrapped(model, way):
     return DistributedDataParallel(model)
 
 
-def _trains(rank):
+@gloo.on(2)
+def test_rank_0s_weights_are_everybodys(rank):
     for recipe in ("mxfp8", "fp8_current", "nvfp4"):
         for weights, way in (("quantized", "ddp"), ("quantized", "replicate"), ("high_precision", "ddp")):
             for dtype in (torch.float32, torch.bfloat16):
@@ -68,11 +69,8 @@ def _trains(rank):
                 assert_alike_on_all_ranks(model)
 
 
-def test_rank_0s_weights_are_everybodys():
-    gloo.run(2, __file__, "_trains")
-
-
-def _wrapped_before(rank):
+@gloo.on(2)
+def test_a_wrapper_that_holds_the_weights_is_refused(rank):
     from torch.distributed._composable.replicate import replicate
 
     def on_cpu(model, **options):
@@ -121,10 +119,6 @@ def _wrapped_before(rank):
     assert type(other.module) is nn.Linear
 
 
-def test_a_wrapper_that_holds_the_weights_is_refused():
-    gloo.run(2, __file__, "_wrapped_before")
-
-
 # Models in which DDP lays a quantized weight out alone.
 ALONE = {
     "no bias": lambda: nn.Sequential(nn.Linear(64, 64, bias=False)),
@@ -139,7 +133,8 @@ class Cast(nn.Module):
         return x.to(torch.bfloat16)
 
 
-def _alone_in_a_bucket(rank):
+@gloo.on(2)
+def test_a_weight_that_is_sent_alone(rank):
     from torch.nn.parallel import distributed
 
     for name, made in ALONE.items():
@@ -173,11 +168,8 @@ def _alone_in_a_bucket(rank):
             assert_alike_on_all_ranks(model)
 
 
-def test_a_weight_that_is_sent_alone():
-    gloo.run(2, __file__, "_alone_in_a_bucket")
-
-
-def _ranks_that_differ(rank):
+@gloo.on(2)
+def test_ranks_with_other_formats_are_told(rank):
     # The first two have codes of as many bytes.
     for pair in (("mxfp8", "fp8_block"), ("fp8_current", "mxfp8"), ("mxfp4", "nvfp4"), ("mxfp8", "mxfp6")):
         for bias in (True, False):
@@ -190,11 +182,8 @@ def _ranks_that_differ(rank):
             assert all(torch.equal(*one) for one in zip(before, after, strict=True))
 
 
-def test_ranks_with_other_formats_are_told():
-    gloo.run(2, __file__, "_ranks_that_differ")
-
-
-def _older_ways_to_shard(rank):
+@gloo.on(2)
+def test_older_ways_to_shard(rank):
     x = values((2, 32, 64), 0)
 
     def trained(model, optimizer, parts):
@@ -223,10 +212,6 @@ def _older_ways_to_shard(rank):
     for weights, error in (("quantized", NotImplementedError), ("high_precision", TypeError)):
         with pytest.raises(error, match="use fully_shard"):
             on_cpu(net(0, "mxfp8", weights, torch.float32), use_orig_params=True)(x[0])
-
-
-def test_older_ways_to_shard():
-    gloo.run(2, __file__, "_older_ways_to_shard")
 
 
 def test_all_weights_as_one_vector():

@@ -90,7 +90,8 @@ def test_ranks_that_share_experts_give_the_bits_of_one_process(recipe, ranks):
         assert whole.any()
 
 
-def on_processes(rank):
+@gloo.on(2)
+def test_two_processes(rank):
     for recipe in RECIPES[:3]:
         each = routed(2, torch.bfloat16)
         up, down = parameters(recipe, torch.bfloat16)
@@ -99,10 +100,6 @@ def on_processes(rank):
         tokens = slice(0, 40) if rank == 0 else slice(40, None)
         for place, whole, part in zip([tokens] * 3 + [None] * 2, alone, results, strict=True):
             assert torch.equal(part, own(whole, rank, 2) if place is None else whole[place])
-
-
-def test_two_processes():
-    gloo.run(2, __file__, "on_processes")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -253,7 +250,8 @@ def test_grouped_layers_take_what_was_received(recipe):
         assert torch.equal(torch.cat(parts), whole)
 
 
-def of_another_recipe(rank):
+@threaded.on(2)
+def test_layers_that_do_not_fit_are_refused(rank):
     received = bfp.dispatch(torch.ones(4, IN), torch.zeros(4, 1, dtype=torch.int64), EXPERTS, recipe="mxfp8")
     layer = bfp.GroupedLinear(EXPERTS, IN, 32, recipe="fp8_block")
     with pytest.raises(ValueError, match="the rows were dispatched by recipe mxfp8, and this layer has fp8_block"):
@@ -261,10 +259,6 @@ def of_another_recipe(rank):
     layer = bfp.parallelize(bfp.GroupedLinear(EXPERTS, IN, 32, recipe="mxfp8"), init_device_mesh("cpu", (2,)), "column")
     with pytest.raises(ValueError, match="dispatched rows need whole experts, but these are sharded as 'column'"):
         layer(received.tokens, received)
-
-
-def test_layers_that_do_not_fit_are_refused():
-    threaded.run(2, of_another_recipe)
 
 
 def assert_same_weight_gradient(loss_of):
@@ -348,14 +342,11 @@ def test_what_cannot_be_dispatched_is_refused(change, message):
         bfp.dispatch(**{**given, **change})
 
 
-def wrong_expert(rank):
+@threaded.on(2)
+def test_wrong_numbers_of_experts_are_found_where_ranks_share_them(rank):
     experts = torch.full((4, 1), 9 if rank else -1)
     with pytest.raises(ValueError, match="experts must be numbers from 0 to 4"):
         bfp.dispatch(torch.ones(4, IN), experts, EXPERTS, recipe="mxfp8", group=dist.group.WORLD)
-
-
-def test_wrong_numbers_of_experts_are_found_where_ranks_share_them():
-    threaded.run(2, wrong_expert)
 
 
 def test_what_is_no_group_or_no_key_is_refused():

@@ -9,6 +9,7 @@ import safetensors.torch
 import threaded
 import torch
 from blockfp.torch_backend.quantized_tensor.sharding import local_of
+from decoder_layer import MLP
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -136,7 +137,9 @@ def test_readers_of_raw_memory_find_no_codes(tmp_path):
     assert torch.equal(safetensors.torch.load_file(tmp_path / "values.safetensors")["weight"], cast.values)
 
 
-def _sharded(rank, weights):
+@WEIGHTS
+@threaded.on(2)
+def test_shards(rank, weights):
     model = layers("mxfp8", weights, dtype=torch.float32)
     before = {p.data_ptr() for p in model.parameters()}
     fully_shard(model)
@@ -150,37 +153,21 @@ def _sharded(rank, weights):
     assert seen[0] is model[0].weight
 
 
-@WEIGHTS
-def test_shards(weights):
-    threaded.run(2, _sharded, weights)
-
-
-class LlamaMLP(nn.Module):
-    """Gate, up and down, as transformers writes them."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
-        self.act_fn = nn.SiLU()
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-def sequential():
-    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
-
-
-MLP = bfp.MLPParts(gate="gate_proj", up="up_proj", down="down_proj", activation="act_fn")
+PARTS = bfp.MLPParts(gate="gate_proj", up="up_proj", down="down_proj", activation="act_fn")
 
 
 @pytest.mark.parametrize(
-    ("made", "fuse"),
-    [(sequential, None), (LlamaMLP, {LlamaMLP: MLP}), (LlamaMLP, {LlamaMLP: bfp.SharedInput("gate_proj", "up_proj")})],
+    ("model", "fuse"),
+    [
+        (nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), None),
+        (MLP(32, 64), {MLP: PARTS}),
+        (MLP(32, 64), {MLP: bfp.SharedInput("gate_proj", "up_proj")}),
+    ],
+    ids=["sequential", "parts", "shared input"],
 )
-def test_pickles_of_a_converted_model_name_public_modules(made, fuse):
-    model = bfp.convert(made(), "nvfp4", fuse=fuse)
-    assert type(model) is not made or fuse is None
+def test_pickles_of_a_converted_model_name_public_modules(model, fuse):
+    model = bfp.convert(copy.deepcopy(model), "nvfp4", fuse=fuse)
+    assert type(model) is not MLP
     data = pickle.dumps(model)
     assert b"blockfp.torch" in data
     assert b"torch_backend" not in data

@@ -178,17 +178,14 @@ def test_reset_where_ranks_do_not_divide_the_rows(sizes, rows, weights, monkeypa
             assert torch.equal(part, whole)
 
 
-def mixed(rank):
+@threaded.on(2)
+def test_mixed_precision(rank):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = shard(model_of("mxfp8"), mesh_of((2,)), mp_policy=policy)
     y = model(inputs(rank))
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
-
-
-def test_mixed_precision():
-    threaded.run(2, mixed)
 
 
 def accumulated(rank):
@@ -257,14 +254,11 @@ def block(rank):
     assert counter.frame_count == 2
 
 
-def together(rank):
+@gloo.on(2)
+def test_over_real_processes(rank):
     from_meta(rank)
     compiled(rank)
     block(rank)
-
-
-def test_over_real_processes():
-    gloo.run(2, __file__, "together")
 
 
 def trained_in(rank, dtype, name):

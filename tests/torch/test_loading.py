@@ -275,7 +275,8 @@ def test_weights_that_are_frozen_later(way):
     assert model[1].weight.grad is not None
 
 
-def _frozen_shards(rank):
+@threaded.on(2)
+def test_shards(rank):
     model = bfp.convert(net(), "mxfp8")
     model[0].weight.requires_grad_(False)
     fully_shard(model)
@@ -285,10 +286,6 @@ def _frozen_shards(rank):
     model(torch.ones(32, 64)).sum().backward()
     optimizer.step()
     assert local_of(model[1].weight).initial is None
-
-
-def test_shards():
-    threaded.run(2, _frozen_shards)
 
 
 RECIPES = ("mxfp8", "fp8_current", "fp8_delayed", "fp8_block", "nvfp4")
@@ -316,7 +313,8 @@ def assert_is_part_of(model, whole):
         assert torch.equal(layer.bias.full_tensor(), reference.bias)
 
 
-def _broadcast(rank):
+@gloo.on(2)
+def test_values_and_codes(rank):
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(rank))
     for turn, recipe in enumerate(RECIPES):
         for weights in ("quantized", "high_precision"):
@@ -344,11 +342,8 @@ def _broadcast(rank):
                     model(x)
 
 
-def test_values_and_codes():
-    gloo.run(2, __file__, "_broadcast")
-
-
-def _refused(rank):
+@gloo.on(2)
+def test_what_is_refused_is_refused_on_every_rank(rank):
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     model = sharded(converted(0, "mxfp8"))
     before = [local_of(layer.weight).codes.clone() for layer in model]
@@ -365,7 +360,3 @@ def _refused(rank):
             use()
     bfp.load_high_precision_(model[0].weight, torch.ones(50, 64))
     assert torch.equal(model[0].weight.to_local().dequantize(), torch.ones(25, 64))
-
-
-def test_what_is_refused_is_refused_on_every_rank():
-    gloo.run(2, __file__, "_refused")

@@ -157,27 +157,23 @@ def test_the_input_is_gathered_again_in_the_backward(tokens):
     assert gathers == [1, 1]
 
 
-def test_a_grouped_layer_with_a_bias():
-    def run(rank):
-        layer = bfp.parallelize(bfp.GroupedLinear(2, 32, 32, recipe="mxfp8"), init_device_mesh("cpu", (1,)), "row")
-        compiled = torch.compile(layer, fullgraph=True, backend="eager")
-        x = torch.randn(5, 32)
-        assert torch.equal(compiled(x, [2, 3]), layer(x, [2, 3]))
-
-    threaded.run(1, run)
+@threaded.on(1)
+def test_a_grouped_layer_with_a_bias(rank):
+    layer = bfp.parallelize(bfp.GroupedLinear(2, 32, 32, recipe="mxfp8"), init_device_mesh("cpu", (1,)), "row")
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    x = torch.randn(5, 32)
+    assert torch.equal(compiled(x, [2, 3]), layer(x, [2, 3]))
 
 
 @pytest.mark.parametrize("style", ["column", "row"])
-def test_one_graph_for_all_lengths_where_all_ranks_have_all_tokens(style):
-    def run(rank):
-        layer = bfp.parallelize(bfp.Linear(32, 32, recipe="nvfp4"), init_device_mesh("cpu", (1,)), style)
-        backend = CompileCounter()
-        layer.compile(fullgraph=True, backend=backend, dynamic=True)
-        for tokens in (16, 17, 64):
-            layer(torch.randn(2, tokens, 32, requires_grad=True)).sum().backward()
-        assert backend.frame_count == 1
-
-    threaded.run(1, run)
+@threaded.on(1)
+def test_one_graph_for_all_lengths_where_all_ranks_have_all_tokens(rank, style):
+    layer = bfp.parallelize(bfp.Linear(32, 32, recipe="nvfp4"), init_device_mesh("cpu", (1,)), style)
+    backend = CompileCounter()
+    layer.compile(fullgraph=True, backend=backend, dynamic=True)
+    for tokens in (16, 17, 64):
+        layer(torch.randn(2, tokens, 32, requires_grad=True)).sum().backward()
+    assert backend.frame_count == 1
 
 
 # Kind of mesh, sequence parallelism. All formats run where weights are gathered, too: aligned in one style, and unaligned in

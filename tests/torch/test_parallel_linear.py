@@ -189,15 +189,12 @@ def test_plain_rows_give_all_ranks_as_many_tokens():
 
 
 @pytest.mark.filterwarnings("error")
-def test_one_rank_has_all_sequences_whole():
+@threaded.on(1)
+def test_one_rank_has_all_sequences_whole(rank):
     """No cut, none inside a block."""
-
-    def on_rank(rank):
-        layer = bfp.Linear(64, 64, recipe="mxfp8")
-        bfp.parallelize(layer, init_device_mesh("cpu", (1,)), "column", sequence_parallel=True)
-        assert layer(torch.ones(3, 20, 64, requires_grad=True)).shape == (3, 20, 64)
-
-    threaded.run(1, on_rank)
+    layer = bfp.Linear(64, 64, recipe="mxfp8")
+    bfp.parallelize(layer, init_device_mesh("cpu", (1,)), "column", sequence_parallel=True)
+    assert layer(torch.ones(3, 20, 64, requires_grad=True)).shape == (3, 20, 64)
 
 
 def terms(ranks, rows, columns):

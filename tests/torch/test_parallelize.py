@@ -70,41 +70,37 @@ def test_grouped_linear(recipe, style, kind, weights):
 
 
 @pytest.mark.parametrize("weights", ["quantized", "high_precision"])
-def test_an_optimizer_built_before_is_told_so_at_its_first_step(weights):
-    def run(rank):
-        model = nn.Sequential(nn.RMSNorm(64), bfp.Linear(64, 64, recipe="mxfp8", weights=weights))
-        early = [bfp.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), lr=1.0)]
-        held, averaged = list(model.parameters()), torch.optim.swa_utils.get_ema_multi_avg_fn()
-        bfp.parallelize(model, mesh_of("tp")["tp"], {"1": "column"})
-        model(values((4, 64))).sum().backward()
-        for optimizer in early:
-            for call in (optimizer.step, optimizer.zero_grad):
-                with pytest.raises(RuntimeError, match=r"parallelize has replaced it.*after parallelize"):
-                    call()
-        for act in (
-            lambda: nn.utils.clip_grad_norm_(held, 1.0),
-            lambda: averaged(held, list(model.parameters()), 1),
-            lambda: held[0].data,
-            lambda: held[1] + 1,
-        ):
-            with pytest.raises(RuntimeError, match="parallelize has replaced it"):
-                act()
-        assert "Replaced" in repr(held)
-        late = bfp.AdamW(model.parameters())
-        late.step()
-        assert len(late.state) == len(held)
-
-    threaded.run(2, run)
+@threaded.on(2)
+def test_an_optimizer_built_before_is_told_so_at_its_first_step(rank, weights):
+    model = nn.Sequential(nn.RMSNorm(64), bfp.Linear(64, 64, recipe="mxfp8", weights=weights))
+    early = [bfp.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), lr=1.0)]
+    held, averaged = list(model.parameters()), torch.optim.swa_utils.get_ema_multi_avg_fn()
+    bfp.parallelize(model, mesh_of("tp")["tp"], {"1": "column"})
+    model(values((4, 64))).sum().backward()
+    for optimizer in early:
+        for call in (optimizer.step, optimizer.zero_grad):
+            with pytest.raises(RuntimeError, match=r"parallelize has replaced it.*after parallelize"):
+                call()
+    for act in (
+        lambda: nn.utils.clip_grad_norm_(held, 1.0),
+        lambda: averaged(held, list(model.parameters()), 1),
+        lambda: held[0].data,
+        lambda: held[1] + 1,
+    ):
+        with pytest.raises(RuntimeError, match="parallelize has replaced it"):
+            act()
+    assert "Replaced" in repr(held)
+    late = bfp.AdamW(model.parameters())
+    late.step()
+    assert len(late.state) == len(held)
 
 
-def test_experts_that_share_a_scale_and_that_the_ranks_do_not_divide_are_refused_at_use():
-    def run(rank):
-        layer = bfp.GroupedLinear(3, 64, 64, recipe="fp8_current", weights="high_precision")
-        bfp.parallelize(layer, mesh_of("tp")["tp"], "experts")
-        with pytest.raises(ValueError, match=r"experts that the ranks divide: keep them quantized \(weights='quantized'\)"):
-            layer(values((4, 64)), [2, 2] if rank == 0 else [4])
-
-    threaded.run(2, run)
+@threaded.on(2)
+def test_experts_that_share_a_scale_and_that_the_ranks_do_not_divide_are_refused_at_use(rank):
+    layer = bfp.GroupedLinear(3, 64, 64, recipe="fp8_current", weights="high_precision")
+    bfp.parallelize(layer, mesh_of("tp")["tp"], "experts")
+    with pytest.raises(ValueError, match=r"experts that the ranks divide: keep them quantized \(weights='quantized'\)"):
+        layer(values((4, 64)), [2, 2] if rank == 0 else [4])
 
 
 @pytest.mark.filterwarnings("ignore:all-gather of the")

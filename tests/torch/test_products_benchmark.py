@@ -61,7 +61,8 @@ def test_deep_gemm_gets_codes_and_scales(operands, tmp_path, monkeypatch, capsys
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
-def _rows(rank):
+@gloo.on(2)
+def test_every_contender_runs(rank):
     sys.path.append(str(BENCHMARKS))
     # What `gloo` calls this file; the benchmarks have one of that name.
     sys.modules.pop("ranks", None)
@@ -75,10 +76,6 @@ def _rows(rank):
             assert row.get("differing", 0) == 0
             assert ("differing" in row) is (contender != "requantized")
             assert row["sent_MB"] > 0
-
-
-def test_every_contender_runs():
-    gloo.run(2, __file__, "_rows")
 
 
 def test_transformer_engine_is_left_out_with_a_note(tmp_path, capsys):

@@ -182,7 +182,8 @@ PAIRS = (
 )
 
 
-def gathers(rank):
+@gloo.on(2)
+def test_ranks_of_a_first_gather(rank):
     for formats in PAIRS:
         model = side(formats[rank])
         fully_shard(model, mesh=device_mesh((2,)))
@@ -200,10 +201,6 @@ def gathers(rank):
     )
     fully_shard(layers, mesh=device_mesh((2,)))
     raised(lambda: layers(torch.ones(2, 64)), ValueError, r"1\.weight is mxfp8_e4m3_32x32 .* and in high precision of")
-
-
-def test_ranks_of_a_first_gather():
-    gloo.run(2, __file__, "gathers")
 
 
 @pytest.mark.parametrize(("shape", "odd"), [((2, 2), 2), ((2, 2), 3), ((4,), 3)])

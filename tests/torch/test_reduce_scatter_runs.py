@@ -185,14 +185,11 @@ def test_the_definition_gives_the_same_bits():
         assert_same_gradients(results[0][step], expected(2, "mxfp8_e5m2", 5, reduction=step, step=step))
 
 
-def over_gloo(rank):
+@gloo.on(2)
+def test_over_real_gloo(rank):
     made = two_steps(rank, (2,), "fp8_e5m2_1x128", 8)
     for step in range(2):
         assert_same_gradients(made[step], expected(2, "fp8_e5m2_1x128", 8, reduction=step, step=step))
-
-
-def test_over_real_gloo():
-    gloo.run(2, __file__, "over_gloo")
 
 
 def from_meta(rank, shape):

@@ -78,13 +78,10 @@ def test_each_part_of_the_mode_is_needed():
     assert [one for one in pieces if not one.startswith("loss")]
 
 
-def on_processes(rank):
+@gloo.on(2)
+def test_processes_over_gloo(rank):
     found = {shape: runs.train(rank, shape, "nvfp4", last=2) for shape in ((2, 1), (1, 2))}
     assert not differences(found[2, 1], found[1, 2])
-
-
-def test_processes_over_gloo():
-    gloo.run(2, __file__, "on_processes")
 
 
 class Product(nn.Module):
@@ -193,7 +190,8 @@ def test_clipping_as_torch_does():
         torch.testing.assert_close(one.grad, other.grad)
 
 
-def _otherwise_placed(rank):
+@threaded.on(2)
+def test_gradients_that_lie_otherwise_than_their_parameters(rank):
     """As torch's RowwiseParallel leaves the gradient of an embedding whole, and a norm's may be a term of the sum."""
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.arange(24.0).reshape(6, 4)
@@ -205,10 +203,6 @@ def _otherwise_placed(rank):
     torch.testing.assert_close(bfp.clip_grad_norm_(parameters, 1.0), expected)
     for parameter in parameters:
         torch.testing.assert_close(parameter.grad.full_tensor(), whole / expected)
-
-
-def test_gradients_that_lie_otherwise_than_their_parameters():
-    threaded.run(2, _otherwise_placed)
 
 
 @pytest.mark.parametrize("scale", [1e-45, 1e-30, 1.0, 3e38])
@@ -338,13 +332,10 @@ def test_splits_that_do_not_fit():
     assert all(threaded.run(2, splits_on_ranks))
 
 
-def compiled_on_a_rank(rank):
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
+@threaded.on(1)
+def test_pieces_are_not_compiled(rank):
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))["tp"]
     layer = bfp.parallelize(bfp.Linear(64, 64, recipe="mxfp8"), mesh, "column", splits=2)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="splits is not compiled"):
         torch.compile(layer, backend="eager", fullgraph=True)(torch.ones(4, 64))
-
-
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
-def test_pieces_are_not_compiled():
-    threaded.run(1, compiled_on_a_rank)

@@ -251,17 +251,14 @@ def test_compiled_code_refuses():
         d_x.square().sum().backward()
 
 
-def refused(rank):
+@threaded.on(2)
+def test_tensor_parallel_layers_refuse(rank):
     layer = bfp.parallelize(bfp.Linear(64, 64, recipe="mxfp8"), init_device_mesh("cpu", (2,)), "column")
     x = torch.ones(8, 64, requires_grad=True)
     (d_x,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="tensor-parallel layer has no gradient of its gradient"):
         d_x.square().sum().backward()
     torch.autograd.grad(layer(x).sum(), x, create_graph=True)[0].detach()
-
-
-def test_tensor_parallel_layers_refuse():
-    threaded.run(2, refused)
 
 
 def test_sharded_layers():

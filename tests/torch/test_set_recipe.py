@@ -278,7 +278,8 @@ def _resharded(model):
     return [layer for layer in model if isinstance(layer, bfp.Linear)]
 
 
-def _replicas(rank):
+@gloo.on(2)
+def test_under_ddp(rank):
     """DDP counts buffers at its start: those of random keys go and come."""
     model = made("nvfp4")
     replicas = torch.nn.parallel.DistributedDataParallel(model)
@@ -292,10 +293,6 @@ def _replicas(rank):
     bfp.set_recipe(replicas, optimizer, "mxfp4_rotated")
     assert torch.equal(model[0].rng_key, plain[0].rng_key)
     assert all(map(math.isfinite, losses))
-
-
-def test_under_ddp():
-    gloo.run(2, __file__, "_replicas")
 
 
 def test_what_is_refused_changes_nothing():

@@ -102,7 +102,8 @@ def test_what_is_written_between_two_layers_is_read(recipe, write):
             assert not torch.equal(wanted, reads.k(x * 1.5))
 
 
-def _collectives(rank):
+@gloo.on(2)
+def test_what_a_collective_writes_is_read(rank):
     ways = {
         "all_reduce": lambda h: dist.all_reduce(h),
         "all_reduce later": lambda h: dist.all_reduce(h, async_op=True).wait(),
@@ -118,10 +119,6 @@ def _collectives(rank):
             for x in (values((4, 64), rank), values((4, 64), rank).requires_grad_()):
                 found, wanted = reads(x)
                 assert torch.equal(found, wanted), (recipe, name)
-
-
-def test_what_a_collective_writes_is_read():
-    gloo.run(2, __file__, "_collectives")
 
 
 class Attention(nn.Module):

@@ -240,7 +240,8 @@ def test_functions_take_one_ranks_tensors():
     threaded.run(2, refused)
 
 
-def values_of_a_weight(rank):
+@threaded.on(2)
+def test_values_of_a_weight(rank):
     mesh = init_device_mesh("cpu", (2,))
     q = bfp.quantize(torch.randn(64, 96, generator=torch.Generator().manual_seed(0)), "mxfp8_e4m3_32x32")
     model = torch.nn.Sequential(bfp.Linear(96, 64, bias=False, recipe="mxfp8"))
@@ -254,10 +255,6 @@ def values_of_a_weight(rank):
     assert torch.equal(weight.to_local().dequantize(), q.dequantize().chunk(2)[rank])
     whole = bfp.high_precision_state_dict(model)["0.weight"]
     assert torch.equal(whole, q.dequantize())
-
-
-def test_values_of_a_weight():
-    threaded.run(2, values_of_a_weight)
 
 
 def test_programs_of_another_blockfp_are_compiled_again(tmp_path, monkeypatch):

@@ -1,6 +1,8 @@
-"""Ranks as processes over gloo or NCCL, forked from one without threads: `run(4, __file__, "function")`."""
+"""Ranks as processes over gloo or NCCL, forked from one without threads: `@on(4)`, or `run(4, __file__, "function")`."""
 
+import functools
 import importlib.util
+import inspect
 import multiprocessing
 import os
 import sys
@@ -43,6 +45,20 @@ def run(world, file, function, timeout=LIMIT, backend="gloo"):
     return printed
 
 
+def on(world):
+    """Makes a test of a `function(rank)`, which that many processes run."""
+
+    def decorate(function):
+        @functools.wraps(function)
+        def test():
+            run(world, inspect.getfile(function), function.__name__)
+
+        test.__signature__ = inspect.Signature()
+        return test
+
+    return decorate
+
+
 def _rank_main(rank, world, file, name, backend, environment, here, folder):
     printed = os.open(f"{folder}/printed-{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(printed, 1)
@@ -63,7 +79,7 @@ def _rank_main(rank, world, file, name, backend, environment, here, folder):
             torch.cuda.set_device(rank)
         if backend is not None:
             dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
-        getattr(module, name)(rank)
+        inspect.unwrap(getattr(module, name))(rank)
         if backend is not None:
             dist.barrier()
         code = 0

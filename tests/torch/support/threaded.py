@@ -1,6 +1,8 @@
 """Ranks as threads, by torch's private threaded process group; FSDP2, DTensors and functional collectives run in it."""
 
 import contextlib
+import functools
+import inspect
 import os
 import sys
 import threading
@@ -44,6 +46,21 @@ def run(world, function, *args, timeout=LIMIT):
             text = "".join(traceback.format_exception(error))
             raise OneRankFailed(f"rank {rank} of {world}:\n{text}") from error
     return results
+
+
+def on(world):
+    """Makes a test of a `function(rank, fixtures..)`, which that many threads run."""
+
+    def decorate(function):
+        @functools.wraps(function)
+        def test(**fixtures):
+            run(world, functools.partial(function, **fixtures))
+
+        _, *others = inspect.signature(function).parameters.values()
+        test.__signature__ = inspect.Signature(others)
+        return test
+
+    return decorate
 
 
 def errors(world, function, *args, timeout=LIMIT):

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from processes import LIMIT
 
-from blockfp.check import in_flight
+from blockfp.check import pieces
 from blockfp.check.pieces import PIECE
 from blockfp.formats import Format
 
 
 def test_the_bound_holds_for_any_threads_and_lets_a_large_one_run_alone():
     """Many threads ask for random numbers of bytes; their sum never passes the bound while two are in work."""
-    work, sums, now, lock = in_flight.InFlight(100), [], [], threading.Lock()
+    work, sums, now, lock = pieces.InFlight(100), [], [], threading.Lock()
     sizes = np.random.default_rng(0).integers(1, 140, 200).tolist()
     start = threading.Barrier(16)
 
@@ -40,7 +40,7 @@ def test_the_bound_holds_for_any_threads_and_lets_a_large_one_run_alone():
 
 def test_small_checks_run_together():
     """Two that fit are in work at once: each waits for the other inside."""
-    work, both = in_flight.InFlight(100), threading.Barrier(2, timeout=LIMIT)
+    work, both = pieces.InFlight(100), threading.Barrier(2, timeout=LIMIT)
 
     def ask():
         with work.room(50):
@@ -56,8 +56,8 @@ def test_small_checks_run_together():
 
 def test_a_tensor_scale_takes_the_whole_array_and_blocks_a_piece():
     x = np.broadcast_to(np.float32(1), (1 << 16, 1 << 14))
-    assert in_flight.bytes_of(x, Format.parse("nvfp4")) == 16 << 30
-    assert in_flight.bytes_of(x, Format.parse("mxfp8_e4m3")) == 16 * PIECE
+    assert pieces.bytes_of(x, Format.parse("nvfp4")) == 16 << 30
+    assert pieces.bytes_of(x, Format.parse("mxfp8_e4m3")) == 16 * PIECE
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
@@ -67,10 +67,10 @@ def test_a_tensor_scale_takes_the_whole_array_and_blocks_a_piece():
 def test_cpus_are_those_that_this_process_may_use(tmp_path, quota, least):
     (tmp_path / "cpu.max").write_text(quota)
     may = os.sched_getaffinity(0)
-    assert in_flight.usable_cpus(tmp_path / "cpu.max") == min(len(may), least or len(may))
-    assert in_flight.usable_cpus(tmp_path / "none") == len(may)
+    assert pieces.usable_cpus(tmp_path / "cpu.max") == min(len(may), least or len(may))
+    assert pieces.usable_cpus(tmp_path / "none") == len(may)
     try:
         os.sched_setaffinity(0, {min(may)})
-        assert in_flight.usable_cpus(tmp_path / "none") == 1
+        assert pieces.usable_cpus(tmp_path / "none") == 1
     finally:
         os.sched_setaffinity(0, may)
