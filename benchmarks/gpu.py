@@ -118,7 +118,8 @@ class Case:
     def _run(self, measure: bool):
         cuda_library.library().quantize(
             self.x, self.key, self.amax, None, *self.row, self.tensor_scales[0], *self.column, self.tensor_scales[1],
-            *format_numbers(self.format), measure, 0, bits.LARGEST_FINITE["bfloat16"], self.rotate, False, 0, 0, 0, 0,
+            *format_numbers(self.format), measure, 0, bits.LARGEST_FINITE["bfloat16"], self.rotate,
+            False, False, False, 0, 0, 0, 0,
         )  # fmt: skip
 
     def __call__(self):

@@ -7,8 +7,8 @@ from blockfp.torch_backend.ops import cuda
 
 from blockfp.definition import numerics
 from blockfp.formats import Format
-from blockfp.kernels import cuda_library
-from blockfp.kernels.calls import format_numbers
+from blockfp.kernels import calls
+from blockfp.kernels.operand_cast import OperandCast
 
 CHUNK = 1 << 27
 
@@ -33,27 +33,8 @@ def main():
                 if format.per_tensor:
                     # A multiplier of 1, so that the code is the element nearest to x.
                     one = torch.ones((1, 1), device="cuda")
-                    codes, scales = torch.empty(x.shape, dtype=torch.uint8, device="cuda"), torch.empty((1, 1), device="cuda")
-                    cuda_library.library().quantize(
-                        x,
-                        None,
-                        one,
-                        None,
-                        codes,
-                        scales,
-                        None,
-                        None,
-                        None,
-                        *format_numbers(format),
-                        False,
-                        0,
-                        0,
-                        False,
-                        0,
-                        0,
-                        0,
-                        0,
-                    )
+                    call = calls.quantize(tuple(x.shape), "float32", OperandCast(format, given="multiplier"), mark=False)
+                    codes = cuda.carry_out(call, x, amax=one)["codes"]
                     pairs = ((codes, numerics.encode(x, format, one)),)
                 else:
                     pairs = tuple(zip(cuda.quantize(x, format)[:2], numerics.quantize(x, format)[:2], strict=True))

@@ -201,7 +201,7 @@ def test_groups_along_k(counts, formats, dtype):
         assert_close(out[group], lefts[group], rights[group], 0, dtype)
         assert_close(added[group], lefts[group], rights[group], before[group].double(), dtype)
     if formats[0] != TENSOR:
-        in_order = [x._replace(parts=[x.parts[0], ordered(x.parts[1])], ordered=True) for x in (a, b)]
+        in_order = [x._replace(parts=[x.parts[0], ordered(x.parts[1])], laid=True) for x in (a, b)]
         assert torch.equal(multiply_groups(*in_order, ends, dtype=dtype), out)
 
 

@@ -265,7 +265,7 @@ def test_nothing_else_is_written(format):
             per_tensor = format.has_tensor_scale
             cuda_library.library().quantize(
                 to_gpu(x), None, amax if per_tensor else None, None, *inner[:2], tensor_scales[0], *inner[2:], tensor_scales[1],
-                *format_numbers(format), per_tensor, 0, 0x7F7F0000, False, False, 0, 0, 0, 0,
+                *format_numbers(format), per_tensor, 0, 0x7F7F0000, False, False, False, False, 0, 0, 0, 0,
             )  # fmt: skip
             for b, n in zip(buffers, sizes, strict=True):
                 bands = torch.cat([b[:256], b[256 + n :]])

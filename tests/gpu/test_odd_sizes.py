@@ -124,7 +124,7 @@ def test_nothing_else_is_written(format):
                 inner.append(part.view(torch.float32) if size == 4 else part)
         cuda_library.library().quantize(
             x, None, None, None, *inner[:2], None, *inner[2:], None, *format_numbers(format),
-            False, 0, 0x7F7F0000, False, False, 0, 0, 0, 0,
+            False, 0, 0x7F7F0000, False, False, False, False, 0, 0, 0, 0,
         )  # fmt: skip
         for i, (buffer, part) in enumerate(zip(buffers, inner, strict=True)):
             expected = wanted[i // 2][i % 2].contiguous().reshape(-1).view(torch.uint8)

@@ -158,7 +158,7 @@ def test_nothing_else_is_written(format):
 
 def test_refuses_what_is_not_there():
     x, recorded = torch.randn(64, 64, device="cuda"), torch.empty(1, dtype=torch.int32, device="cuda")
-    codes, scales = cuda_layouts.empty_aligned(x, x.shape)
+    codes, scales = cuda_layouts.empty_laid(x, x.shape, Format.parse("mxfp8_e4m3"))
     nothing = (None,) * 4
     with pytest.raises(ValueError, match="blocks of 1x32 are aligned as they are quantized"):
         library().quantize_aligned(x, recorded, codes, scales, *nothing, *format_numbers(Format.parse("mxint8")))
