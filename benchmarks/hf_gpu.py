@@ -5,6 +5,8 @@
     eager       2,048 tokens
     compiled    16,384 tokens, each decoder layer compiled separately
     graphs      2,048 tokens, each decoder layer compiled with mode="reduce-overhead": CUDA graphs
+    jax         8,192 tokens, each decoder layer compiled separately: what `llama_gpu_jax.py` times, with its model `llama-jax`
+                and --length 4096
 
 Models are built from their configurations (1.1 and 0.9 billion parameters); nothing is downloaded. The decoder layers' linear
 layers are converted. bf16 and torchao use torch's fused AdamW on bfloat16 parameters, recipes use `bfp.AdamW` with fp32
@@ -58,12 +60,18 @@ class Case(NamedTuple):
     mode: str | None = None
 
 
-CASES = {"eager": Case(2048, False), "compiled": Case(16384, True), "graphs": Case(2048, True, "reduce-overhead")}
+CASES = {
+    "eager": Case(2048, False),
+    "compiled": Case(16384, True),
+    "graphs": Case(2048, True, "reduce-overhead"),
+    "jax": Case(8192, True),
+}
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8},
     "qwen3": {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16, "num_key_value_heads": 8},
 }
-CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+SIZES["llama-jax"] = SIZES["llama"] | {"num_attention_heads": 16, "vocab_size": 32768}
+CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config, "llama-jax": LlamaConfig}
 COMMON = {"num_hidden_layers": 16, "vocab_size": 32000, "max_position_embeddings": 4096}
 TINY = {
     "hidden_size": 64,
@@ -243,7 +251,7 @@ def show(row: dict[str, Any]) -> None:
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", default=list(CONFIGS), choices=CONFIGS)
+    parser.add_argument("--models", nargs="*", default=["llama", "qwen3"], choices=CONFIGS)
     parser.add_argument("--cases", nargs="*", default=["eager", "compiled"], choices=CASES)
     parser.add_argument("--contenders", nargs="*", default=list(CONTENDERS), help="bf16, torchao, RECIPE or RECIPE+high")
     parser.add_argument("--length", type=int, default=2048, help="tokens per sequence")

@@ -51,7 +51,7 @@ def attach(results: Any, kept: Any, carriers: Any, rule: Callable[[Any, Any, Any
 
     Args:
         results: arrays; their own dependencies don't contribute to the derivatives.
-        kept: arrays that the rule needs.
+        kept: arrays that the rule needs, as they came: a scan stores those it hasn't. A rule stops their own derivatives.
         carriers: the inputs to differentiate by.
         rule: maps (kept, carriers, tangents of carriers, None for zeros) to tangents of the results' leaves, None for zeros. It
             may differentiate through `carriers`, for higher orders.
@@ -61,7 +61,7 @@ def attach(results: Any, kept: Any, carriers: Any, rule: Callable[[Any, Any, Any
     points, of_points = jax.tree.flatten(carriers)
     if not any(isinstance(point, Tracer) for point in points):
         return results
-    flat, others = without_tangents((flat, others))
+    flat = without_tangents(flat)
 
     def of_leaves(others, points, tangents):
         return rule(of_others.unflatten(others), of_points.unflatten(points), of_points.unflatten(tangents))
@@ -103,6 +103,9 @@ def either(plain: Callable[..., Any], differentiable: Callable[..., Any], static
     jaxpr, results = jax.make_jaxpr(_of_leaves(plain, static, structure), return_shape=True)(*leaves)
     of_leaves = _of_leaves(differentiable, static, structure)
     made = _either_p.bind(*leaves, jaxpr=jaxpr, differentiable=lambda *leaves: jax.tree.leaves(of_leaves(*leaves)))
+    # A scan doesn't stack what its body hands on as it came. Carriers come out with other derivatives.
+    given = {id(var): leaf for var, leaf in zip(jaxpr.jaxpr.invars, leaves, strict=True) if not is_carrier(leaf)}
+    made = [given.get(id(var), each) for var, each in zip(jaxpr.jaxpr.outvars, made, strict=True)]
     return jax.tree.structure(results).unflatten(made)
 
 

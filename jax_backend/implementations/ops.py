@@ -21,7 +21,7 @@ from blockfp.definition.numerics import Amax, Quantized
 from blockfp.definition.rounding import Key, key_words
 from blockfp.formats import Format
 
-from . import choice, explicit
+from . import choice, cuda, explicit
 from .backend import Backend, marked
 from .explicit import vary, varying
 from .xla import XLA
@@ -107,11 +107,30 @@ quantize_both: Op[tuple[Quantized, Quantized]] = Op("quantize_both", explicit.sp
 dequantize: Op[jax.Array] = Op("dequantize", explicit.specs_of_values)
 
 
+_CACHED = 64 << 20
+"""Bytes that may still lie in a GPU's cache when a kernel looks for their amax after they were made."""
+
+
+def amax_in_passing(x: jax.Array, format: Format, count: int = 1) -> jax.Array | None:
+    """Returns the amax of x for `quantize` if XLA had better find it as it makes x, one of `count` such matrices; else None.
+
+    The CUDA library would read x from memory once more.
+    """
+    large = count * x.size * x.dtype.itemsize > _CACHED
+    if not (large and format.per_tensor and choice.missing_product(0) is None):
+        return None
+    return amax(x, format=format, implementation="xla").blocks
+
+
 @partial(jax.jit, static_argnames=("format", "columns"))
 def transpose(codes: jax.Array, scales: jax.Array, *, format: Format, columns: int) -> tuple[jax.Array, jax.Array]:
     """Transposes codes and scales as `numerics.transpose` does, on every backend."""
     run = partial(numerics.transpose, format=format, columns=columns)
     mesh = explicit.mesh_of(codes, scales)
+    if mesh is None and codes.size and choice.missing_product(0) is None:
+        # XLA would transpose a scan's whole stack of weights before the loop, and copy a slice in each step.
+        by_library = lambda codes, scales: (cuda.transpose(codes, format, columns), jnp.swapaxes(scales, -1, -2))  # noqa: E731
+        return explicit.on_device(by_library, run, codes, scales)
     if mesh is None:
         return run(codes, scales)
     return explicit.left_to_xla(run, mesh, explicit.specs_of_transposed(codes, scales, format, columns), codes, scales)

@@ -88,7 +88,7 @@ def multiply_rows(
     mode = group_mode(x.format, weight.format if isinstance(weight, QuantizedArray) else None, "exact" in exact)
 
     def kernel(x, weight, bias, tiles):
-        weight = _turned(weight) if turned and mode != "aligned" else weight
+        weight = weight.mT if turned and mode != "aligned" else weight
         ends, options = jnp.cumsum(tiles.sizes), {"capability": capability(), "fast": fast and "order" not in exact}
         if mode is None:
             formats, left, right = None, _values(x), _values_of_weight(weight)
@@ -144,11 +144,6 @@ def _elsewhere(exact: Exact) -> Exact:
 def _codes(x: GroupCodes) -> _Pair:
     assert x.scales is not None
     return x.codes, x.scales
-
-
-def _turned(weight: QuantizedArray) -> QuantizedArray:
-    codes, rows = cuda.transpose(weight.codes, weight.format, weight.columns), weight.codes.shape[-2]
-    return weight.replace(codes=codes, scales=weight.scales.swapaxes(-1, -2), columns=rows)
 
 
 def _aligned(x: GroupCodes | QuantizedArray, *, turned: bool = False) -> _Pair:

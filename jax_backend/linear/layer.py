@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any, Literal, NamedTuple
 
@@ -206,19 +206,24 @@ def _differentiable(layer: Layer, x, weight, carrier, bias, sizes, key, state):
         x, point = x.without_carrier(), x.carrier
     carriers = carriers_of(LayerInputs(point, carrier, bias, None if state is None else state.carrier))
     types = explicit.VaryingAxes.of(point, carrier, bias, state)
+    # What is kept as it came is an input of a scan over layers too, which would store anything new once more.
+    given, given_state = weight, state
     x, weight, bias, state = without_tangents((x, weight, bias, state))
     y, tiles, state_after, row, column = _multiplied(layer, carriers.weight is not None, x, weight, bias, sizes, state)
     y = computed_once(y)
-    kept = Residuals(row, values_of(x) if layer.placement.gathers_input else column, weight, tiles, key, state, types)
-    # Only a state's carrier, its last leaf, has a derivative.
+    kept = Residuals(row, values_of(x) if layer.placement.gathers_input else column, given, tiles, key, given_state, types)
     later = [] if state_after is None or state_after.carrier is None else [state_after.carrier]
-    like, others = tuple([jax.typeof(leaf) for leaf in (y, *later)]), len(jax.tree.leaves(state_after)) - len(later)
+    like = tuple(jax.typeof(leaf) for leaf in (y, *later))
 
     def rule(kept, carriers, tangents):
-        dots = linear_map(partial(_forward, layer, like), partial(_backward, layer), (kept, carriers), tangents, like)
-        return [dots[0], *(None for _ in range(others)), *dots[1:]]
+        return linear_map(partial(_forward, layer, like), partial(_backward, layer), (kept, carriers), tangents, like)
 
-    return attach((y, state_after), kept, carriers, rule)
+    y, *later = attach([y, *later], kept, carriers, rule)
+    if given_state is not None and state_after is not None:
+        # Only a state's carrier has a derivative.
+        new = {"input_amax_history": state_after.input_amax_history} | ({"carrier": later[0]} if later else {})
+        state_after = replace(given_state, **new)
+    return y, state_after
 
 
 @_in_one_program("layer", "keep")

@@ -137,6 +137,10 @@ class _Operands:
         """Delayed scaling's multiplier, or None."""
         return None if self.delayed is None else self.delayed.multiplier()
 
+    def _given(self, format: Format) -> jax.Array | None:
+        """Returns what a cast of x by current scaling needn't find out, or delayed scaling's multiplier."""
+        return ops.amax_in_passing(self.x, format) if self.delayed is None else self.multiplier
+
     def make(self, row: Cast | None, column: Cast | None) -> Operands:
         made = None if self.sharding is not None else self._by_kernel(row, column)
         if made is not None:
@@ -233,7 +237,7 @@ class _Operands:
         eps, key = eps_for(format, self.eps), None
         if stochastic:
             key = jnp.concatenate([jnp.asarray(words) for words in self.keys])
-        row, column = ops.quantize_both(self.x, key, self.multiplier, format=format, eps=eps, rotate=rotate, mark=True)
+        row, column = ops.quantize_both(self.x, key, self._given(format), format=format, eps=eps, rotate=rotate, mark=True)
         return wrap_parts(row, format, self.x), wrap_parts(column, format, self.x, columnwise=True)
 
     def _one_direction(self, cast: Cast, *, columnwise: bool) -> Matrix:
@@ -243,10 +247,11 @@ class _Operands:
         if self.sharding is not None:
             return self._planned(cast, columnwise=columnwise)
         key = self.keys[columnwise] if cast.stochastic else None
+        given = self.multiplier if cast.rotate else self._given(cast.format)
         if not columnwise:
-            return quantize_operand(self.x, cast, self.eps, key=key, multiplier=self.multiplier)
+            return quantize_operand(self.x, cast, self.eps, key=key, multiplier=given)
         options = {"rotate": cast.rotate, "eps": eps_for(cast.format, self.eps), "mark": True}
-        q = ops.quantize_columnwise(self.x, key, self.multiplier, format=cast.format, **options)
+        q = ops.quantize_columnwise(self.x, key, given, format=cast.format, **options)
         return wrap_parts(q, cast.format, self.x, columnwise=True)
 
     def _planned(self, cast: Cast, *, columnwise: bool) -> QuantizedArray:

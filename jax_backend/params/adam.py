@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.export
 import jax.numpy as jnp
+import numpy as np
 
 from blockfp.definition import adamw as formulas
 from blockfp.definition.adamw import Coefficients, Operations
@@ -109,9 +110,10 @@ def adam(
 
 
 class Step(NamedTuple):
-    """A step's number, from 1, and the constants of leaves with and without weight decay."""
+    """A step's number, from 1, whether it is known to move weights, the constants of leaves with and without weight decay."""
 
     number: jax.Array
+    moves: bool
     decayed: Coefficients
     plain: Coefficients
     ahead: tuple[Any, Any] | None
@@ -151,16 +153,17 @@ class AdamRule:
             return c, (-rate * factors[0], -rate * factors[1])
 
         c, ahead = rounded_once(constants, done + 1, rate, decay, self.b1, self.b2)
-        return Step(done + 1, c, c._replace(decay=1.0, l2=0.0), ahead, ieee(done))
+        moves = isinstance(rate, float) and np.float32(rate) != 0
+        return Step(done + 1, moves, c, c._replace(decay=1.0, l2=0.0), ahead, ieee(done))
 
     def take(self, step: Step, keys: Any, decayed: bool, weight, first, second, gradient) -> tuple[Any, Any, Any, Any]:
-        """Returns (weight, whether it is unchanged, first moment, second moment) of a leaf."""
+        """Returns (weight, whether it is unchanged, False if that is known, first moment, second moment) of a leaf."""
         first, second = self.storage.load(first, second=False), self.storage.load(second, second=True)
         c = step.decayed if decayed else step.plain
         options = {"ahead": step.ahead, "eps_root": self.eps_root, "operations": step.operations}
         moved, first, second = formulas.update(weight, first, second, gradient, c, **options)
         first, second = self.storage.store(first, keys[0], second=False), self.storage.store(second, keys[1], second=True)
-        return moved, formulas.stands_still(c), first, second
+        return moved, not step.moves and formulas.stands_still(c), first, second
 
 
 def _optimizer(rule: AdamRule, mask: Any) -> Optimizer:

@@ -152,8 +152,8 @@ def with_masters(optimizer: Any) -> Optimizer:
 
 
 def on_masters(init_inner: Callable, step: Callable, check: Callable[[Any], None] | None = None) -> Optimizer:
-    """Makes an optimizer from `step`: (gradients, state, weights, extra) -> (weights, which are unchanged, state), all
-    in fp32. `check` raises for a parameter that it can't step."""
+    """Makes an optimizer from `step`: (gradients, state, weights, extra) -> (weights, which are unchanged (False if known not
+    to be), state), all in fp32. `check` raises for a parameter that it can't step."""
 
     def check_params(params) -> None:
         def each(path: str, param) -> None:
@@ -260,7 +260,7 @@ def _check_gradient(path: str, param, gradient, weight) -> jax.Array:
     return gradient.astype(jnp.float32)
 
 
-def _update(path: str, param, weight: jax.Array, moved: jax.Array, still: jax.Array):
+def _update(path: str, param, weight: jax.Array, moved: jax.Array, still: Any):
     if _is_own_master(param):
         return moved - weight
     if not is_quantized(param):
@@ -268,9 +268,9 @@ def _update(path: str, param, weight: jax.Array, moved: jax.Array, still: jax.Ar
     if param.sharding is not None:
         moved = without_gradient(moved, _NO_GRADIENT)
     new = _requantized(param, moved)
-    if param.sharding is not None:
-        still = _everywhere(still, param)
-    new = jax.tree.map(lambda old, new: jnp.where(still, old, new), param.without_carrier(), new)
+    if still is not False:
+        still = still if param.sharding is None else _everywhere(still, param)
+        new = jax.tree.map(lambda old, new: jnp.where(still, old, new), param.without_carrier(), new)
     return Replacement(with_derivative(new, moved) if param.sharding is None else new)
 
 

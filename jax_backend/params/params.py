@@ -110,7 +110,8 @@ def quantize_weight(
     dtype = np.dtype(x.dtype) if nominal is None else nominal
 
     def one(matrix):
-        return ops.quantize(matrix, None, format=format, nominal=dtype.name, mark=mark)
+        amax = ops.amax_in_passing(matrix, format, x.size // max(matrix.size, 1))
+        return ops.quantize(matrix, None, amax, format=format, nominal=dtype.name, mark=mark)
 
     for _ in range(x.ndim - 2 if format.has_tensor_scale and not shared else 0):
         one = jax.vmap(one)

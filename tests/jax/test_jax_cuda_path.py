@@ -1,13 +1,14 @@
 """JAX's code of the CUDA path: dense, aligned and grouped products, with kernels that the definition carries out."""
 
-from functools import partial
+from functools import partial, wraps
 
 import emulated_cuda_in_jax
+import emulated_kernels
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from blockfp.jax_backend.implementations import choice
+from blockfp.jax_backend.implementations import choice, ops
 from blockfp.jax_backend.linear import grouped
 
 import blockfp.jax as bfp
@@ -74,6 +75,51 @@ def test_layers_behind_an_activation(recipe, activation, gated):
     up = values((64, 128), 3) if gated else None
     layer = partial(bfp.linear, recipe=recipe, key=7, activation=activation)
     assert_close_to_the_cpus(lambda x, w: layer(x, w, up=up), x, w, gradient)
+
+
+def test_transposed_weights_are_the_librarys():
+    """XLA would make them of all of a scan's layers before the loop."""
+    w = bfp.quantize_params(values((3, 96, 128), 1) * 0.1, "fp8_current")
+    x = values((48, 128), 0)
+
+    def loss(w, x):
+        return jax.lax.scan(lambda x, w: (bfp.linear(x, w, recipe="fp8_current")[:, :1] * x, None), x, w)[0].sum()
+
+    wanted = jax.jit(bfp.grad(loss, (0, 1)))(w, x)
+    with emulated_cuda_in_jax.launches():
+        found = jax.block_until_ready(jax.jit(bfp.grad(loss, (0, 1)))(w, x))
+        assert emulated_cuda_in_jax.calls.count("transpose") == 3
+    for ours, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(ours.astype(jnp.float32), theirs.astype(jnp.float32), rtol=0.05, atol=0.5)
+
+
+@pytest.mark.parametrize("spoiled", [None, jnp.inf, jnp.nan])
+def test_amaxes_of_large_arrays_are_found_as_they_are_made(spoiled, monkeypatch):
+    x, w, gradient = values((48, 128), 0), values((2, 96, 128), 1) * 0.1, values((48, 96), 2)
+    x = x if spoiled is None else x.at[7, 5].set(spoiled)
+    optimizer, measures = bfp.adamw(1e-2), []
+
+    def step(x, w):
+        params = bfp.quantize_params(w, "fp8_current")
+        y, back = jax.vjp(lambda x: bfp.linear(x * 2, jax.tree.map(lambda part: part[0], params), recipe="fp8_current"), x)
+        updates, _ = optimizer.update(w, optimizer.init(params, w), params)
+        return y, back(gradient), jax.tree.leaves(updates)
+
+    @wraps(emulated_kernels.quantize)
+    def quantize(*arguments):
+        # Whether the kernel looks for the amax.
+        measures.append(arguments[14])
+        emulated_kernels.quantize(*arguments)
+
+    made = []
+    for cached in (ops._CACHED, 0):
+        monkeypatch.setattr(ops, "_CACHED", cached)
+        measures.clear()
+        with emulated_cuda_in_jax.launches(quantize=quantize):
+            made.append([np.asarray(each, np.float32) for each in jax.tree.leaves(jax.jit(step)(x, w))])
+        assert len(measures) == 6
+        assert set(measures) == {int(cached > 0)}
+    jax.tree.map(np.testing.assert_array_equal, *made)
 
 
 @pytest.mark.parametrize("activation", [None, "relu2"])
@@ -167,7 +213,7 @@ def test_all_products_of_a_layer_unless_exact_ones_are_asked_for(name):
         assert emulated_cuda_in_jax.calls.count("product") == 3
         emulated_cuda_in_jax.calls.clear()
         exact = step(recipes.RECIPES[name](exact_products=True), shape, spread=3.0)
-        assert set(emulated_cuda_in_jax.calls) == {"quantize", "dequantize"}
+        assert set(emulated_cuda_in_jax.calls) == {"quantize", "transpose", "dequantize"}
     for x, y in zip(got, exact, strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=2.0**-17 * 33 * 4 * np.abs(y).max())
 

@@ -58,3 +58,8 @@ def test_a_scan_keeps_columnwise_codes_and_no_second_copy_of_weights(recipe, rem
         assert [loop[kept] for kept in KEPT[recipe]] == [int(not remat)] * len(KEPT[recipe])
     # Recomputation keeps the values instead.
     assert forward[values] == int(remat)
+    # The weight's scales, and those of columnwise codes; each one more would be a copy in each step of a loop.
+    scales = {"fp8_current": 2 - remat, "fp8_delayed": 2 - remat, "fp8_block": 1}
+    assert forward["f32[4,1,1]"] == scales.get(recipe, 0)
+    # The input's history alone comes out anew, as far as can be seen through a checkpoint.
+    assert forward["f32[4,1024]"] == (recipe == "fp8_delayed") * (4 if remat else 2)

@@ -1,5 +1,7 @@
 """Trees with quantized leaves: making them, their gradients, the optimizers, and messages that name a leaf."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -288,6 +290,15 @@ def test_a_step_that_moves_nothing_keeps_codes_and_scales(make, params):
     optimizer = make()
     updates, _ = optimizer.update(jax.tree.map(jnp.ones_like, params), optimizer.init(q), q)
     assert_same_tree(bfp.apply_updates(q, updates), q)
+
+
+def test_a_rate_that_is_known_to_move_weights_writes_codes_once(params):
+    q = bfp.quantize_params(params, "fp8_block", filter_fn=only_weights)
+    for rate, chooses in ((1e-3, False), (0.0, True), (1e-60, True), (lambda step: 1e-3 / (1 + step), True)):
+        optimizer = bfp.adamw(rate)
+        state = optimizer.init(q)
+        program = str(jax.make_jaxpr(lambda g, state: optimizer.update(g, state, q)[0])(params, state))  # noqa: B023
+        assert bool(re.search(r":u8\[[^\n]*= select_n", program)) is chooses
 
 
 def test_optax_refuses_replacements_and_chains_go_inside(params):
