@@ -216,7 +216,7 @@ def test_no_product_lays_scales_out(name):
     x, gradient = data((256, 512)).requires_grad_(), data((256, 384), seed=1)
     for _ in range(2):
         layer(x).backward(gradient)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         layer(x).backward(gradient)
         torch.cuda.synchronize()
     launched = Counter(event.name for event in profile.events() if event.device_type.name == "CUDA")
