@@ -45,6 +45,8 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "quantize_aligned": (("recorded", *_ALIGNED, *STORED_T), _FORMAT),
     "quantize_gated_aligned": (("recorded", *_ALIGNED), ("activation", *_FORMAT)),
+    "quantize_gradient": (("amax", "recorded", *PARTS, *PARTS_T), ("activation", "result", *_FORMAT, *_LIMITS, *_ORDERED)),
+    "quantize_gradient_aligned": (("recorded", *_ALIGNED), ("activation", "result", *_FORMAT)),
     "quantize_groups_aligned": (("overflows", *_ALIGNED, *STORED_T), ("groups", *_FORMAT)),
     "encode": (("blocks", "nan", "amax", "key", *PARTS), (*_FORMAT, "eps_bits", "largest_bits", *_PLACE)),
     "requantize": (("blocks", "nan", "amax", "key", *PARTS, "kept_tensor_scale"), (*_FORMAT, *_PLACE)),
@@ -162,14 +164,16 @@ def quantize(
     origin: tuple[int, int] = (0, 0),
     whole: tuple[int, int] | None = None,
     first: int = 0,
+    result: int = 0,
 ) -> Call:
     """Describes the cast of an operand [.., rows, columns] of a dtype, in one format, along one axis or both.
 
     With `mark` scales of an operand that holds an Inf become NaN. `function` is "quantize" or that of what a kernel makes,
-    whose own number is `first`. `origin` and `whole` are `origin` and `shape` of `numerics.quantize`.
+    whose own numbers are `first` and, of a gradient, `result`. `origin` and `whole` are `origin` and `shape` of
+    `numerics.quantize`.
     """
     format, turned, made = cast.format, (*shape[:-2], shape[-1], shape[-2]), {}
-    numbers: dict[str, Any] = {"activation": first}
+    numbers: dict[str, Any] = {"activation": first, "result": result}
     if cast.one_pass(stored=function == "quantize") and 0 not in shape:
         made |= {} if cast.row is None else _named(_ALIGNED, laid_parts(shape, format))
         if cast.column is not None:

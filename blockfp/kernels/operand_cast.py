@@ -8,7 +8,9 @@ from ..definition.recipe import Cast
 from ..formats import Format
 
 _MADE = {("e4m3", None), ("e4m3", 128), ("e4m3", 32), ("e3m2", 32), ("e2m1", 32), ("e2m1", 16)}
-"""Elements and lengths of 1-D blocks, None for the whole tensor (kMadeBlock in kernels/cuda/quantize/sources.cuh)."""
+_GRADIENTS = {("e4m3", None), ("e4m3", 128), ("e4m3", 32), ("e5m2", None)}
+"""Elements and lengths of 1-D blocks, None for the whole tensor, of what an activation makes and of its gradients (kMadeBlock,
+kMadeGradient in kernels/cuda/quantize/sources.cuh)."""
 
 Pair = tuple[bool, bool]
 """Something of both directions, rowwise and columnwise."""
@@ -75,13 +77,15 @@ class OperandCast(NamedTuple):
         wanted = self.format.scale.e8m0 and (rows or columns)
         return wanted and rows == row and (stored or columns == column) and not (self.format.square or apart)
 
-    def of_made(self, rows: int, columns: int) -> bool:
-        """Says whether kernels that make their operand [rows, columns] have this cast."""
-        format = self.format
+    def of_made(self, rows: int, columns: int, *, gradient: bool = False) -> bool:
+        """Says whether kernels that make their operand [rows, columns], an activation or its `gradient`, have this cast."""
+        format, made = self.format, _GRADIENTS if gradient else _MADE
+        if gradient and self.column is None:
+            return False
         if (self.rotates and not cuda_rotates(format)) or (self.row is not None and self.column not in (None, self.row)):
             return False
         tall, length = format.block or (1, None)
-        if any(self.random) or format.scale.four_over_six or tall != 1 or (format.element.name, length) not in _MADE:
+        if any(self.random) or format.scale.four_over_six or tall != 1 or (format.element.name, length) not in made:
             return False
         whole = 8 if self.one_pass(stored=False) else 32 if format.element.bits == 4 else 16
         return not (rows % whole if self.column is not None or whole == 8 else columns % (length or 1))

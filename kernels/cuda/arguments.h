@@ -60,6 +60,15 @@ struct Gated {
   bool pairs;         // gate and up alternate within x's rows; `up` points to the second element
 };
 
+// How elements of the gradients of gate and up are computed. The columns of x, the gate, are those of the result: the gate's
+// gradient, up's, or both side by side or in pairs.
+struct GatedGradient : Gated {
+  const void* gradient;     // of the activation's output, with the gate's dtype; or null
+  int64_t gradient_stride;  // elements between the starts of its rows
+  int64_t gate_columns;     // of the gate
+  int64_t first;            // column of the result's first in the gradients side by side; 0 in pairs
+};
+
 // Rows in groups (blockfp/groups.h).
 struct Groups {
   const GroupTile* tiles;  // null without groups
@@ -90,6 +99,7 @@ struct QuantizeArguments {
   bool scales_by_tile;          // store scales by tile, for order_scales.cu
   Gated gated;                  // only read by launch_gated and launch_aligned_gated
   Groups groups;
+  GatedGradient gradient;       // only read by launch_gradient and launch_aligned_gradient
 };
 
 struct EncodeArguments {
@@ -165,6 +175,8 @@ cudaError_t launch_amax_rotated(const Matrices& x, int32_t* out, cudaStream_t st
 // The same for an activation's output; the second amax only with `rotated`.
 cudaError_t launch_amax_gated(const Matrices& x, const Gated& gated, bool rotated, int32_t* out, cudaStream_t stream,
                               const float* unless = nullptr);
+// The amax of an activation's gradients.
+cudaError_t launch_amax_gradient(const Matrices& x, const GatedGradient& gradient, int32_t* out, cudaStream_t stream, const float* unless);
 // Raises history[0] to the amax unless that is Inf.
 cudaError_t launch_record_amax(const int32_t* amax, float* history, cudaStream_t stream);
 cudaError_t launch_amax_blocks(const AmaxBlocksArguments& a, cudaStream_t stream);
@@ -212,13 +224,18 @@ cudaError_t launch_groups(QuantizeArguments a, const int32_t* words, cudaStream_
 // Quantizes an activation's output. Returns an error for elements and blocks that aren't compiled (kMadeBlock of sources.cuh).
 template <class E>
 cudaError_t launch_gated(const QuantizeArguments& a, cudaStream_t stream);
+// Quantizes an activation's gradients, along the columns at least (kMadeGradient).
+template <class E>
+cudaError_t launch_gradient(const QuantizeArguments& a, cudaStream_t stream);
 
-// Quantizes MX, rounded to nearest, with one or both directions aligned; `row` isn't written. An activation's output is aligned
-// in both.
+// Quantizes MX, rounded to nearest, with one or both directions aligned; `row` isn't written. An activation's output and its
+// gradients are aligned in all that are wanted.
 template <class E>
 cudaError_t launch_aligned(const QuantizeArguments& a, cudaStream_t stream);
 template <class E>
 cudaError_t launch_aligned_gated(const QuantizeArguments& a, cudaStream_t stream);
+template <class E>
+cudaError_t launch_aligned_gradient(const QuantizeArguments& a, cudaStream_t stream);
 template <class E>
 cudaError_t launch_aligned_groups(QuantizeArguments a, const int32_t* words, cudaStream_t stream);
 // out: the activation's output for x.

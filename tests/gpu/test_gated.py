@@ -1,5 +1,6 @@
 """Activations cast as they are made, on a GPU: the bits of PyTorch's operations and the casts behind them."""
 
+import itertools
 import math
 
 import pytest
@@ -135,6 +136,60 @@ def test_gradients(activation, layout, dtype):
             d_gate, d_up = gradients(other, *views, activation)
             wanted = [d_gate] if d_up is None else [d_gate, d_up] if layout == "apart" else [joined(d_gate, d_up, layout)]
             assert_same(gated_ops.gated_gradient(other, gate, up, activation, way(layout)), wanted, f"strides {other.stride()}")
+
+
+GRADIENTS = ("fp8_e4m3", "fp8_e5m2", "fp8_e5m2_pow2", "fp8_e4m3_1x128", "fp8_e4m3_1x128_fp32", "mxfp8_e4m3")
+
+
+def cast_gradients(gradient, gate, up, activation, layout, format):
+    """Compares the casts of the gradients, and says how many a kernel made."""
+    wanted, planned = gated_ops.gated_gradient(gradient, gate, up, activation, layout), []
+    multipliers = (None, torch.tensor(3.0, device="cuda")) if format.per_tensor else (None,)
+    pairs = (False, True) if format.scale.e8m0 or format.block == (1, 128) else (False,)
+    for of_up, whole in enumerate(wanted):
+        inputs = (gradient, gate, up, activation, layout, bool(of_up))
+        for row, multiplier, laid in itertools.product((format, None), multipliers, pairs):
+            cast = OperandCast(row, format, given_of(None, multiplier), laid=(laid and row is not None, laid))
+            planned.append(gated_kernels.gradient_plan_of(*inputs[1:], cast._replace(eps=0.0)) is not None)
+            ours = gated_ops.quantize_gradient(*inputs, cast, multiplier)
+            theirs = quantize_matrix(whole, cast, None, multiplier)
+            what = f"{activation} {layout} {gate.dtype} {tuple(gate.shape)} of up {of_up} {cast}"
+            assert_same(ours[: len(theirs)], theirs, what)
+            if len(ours) > len(theirs):
+                assert ours[-1].view(torch.float32) == whole.abs().nan_to_num(0, float("inf")).max()
+    return planned
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_casts_of_gradients(activation, layout, name):
+    for dtype in DTYPES:
+        for seed, shape in enumerate(SHAPES):
+            gate, up = tensors(shape, layout, dtype, seed)
+            gradient = tensors(shape, "alone", dtype, 9)[0]
+            found = cast_gradients(gradient, gate, up, activation, way(layout), Format.parse(name))
+            assert all(found)
+
+
+@pytest.mark.parametrize("special", ["nan", "inf", "overflow", "zeros"])
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_casts_of_special_gradients(name, special):
+    """Other lengths, strides and places too, where the operations run."""
+    for layout in LAYOUTS:
+        for shape in ((256, 256), (48, 136), (77, 130), (24, 64), (16, 20)):
+            gate, up = tensors(shape, layout, "bfloat16")
+            gradient = tensors(shape, "alone", "bfloat16", 9)[0]
+            if special == "zeros":
+                gradient.zero_()
+            else:
+                gradient[7, 13] = {"nan": torch.nan, "inf": torch.inf, "overflow": 3e38}[special]
+                gate_and_up(gate, up, way(layout))[0][7, 13] = 3.0
+                for one in gate_and_up(gate, up, way(layout))[1:]:
+                    if one is not None:
+                        one[7, 13] = 1e30
+            for other in (gradient, gradient.mT.contiguous().mT, gradient[:1].expand(shape)):
+                cast_gradients(other, gate, up, "silu", way(layout), Format.parse(name))
 
 
 @pytest.mark.parametrize("shape", [(77, 130), (1, 16), (0, 64), (48, 64), (256, 20)])

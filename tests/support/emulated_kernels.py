@@ -289,6 +289,28 @@ def quantize_gated_aligned(gate, up, recorded, codes, scales, codes_t, scales_t,
     quantize_aligned(made, recorded, codes, scales, codes_t, scales_t, None, None, *format)
 
 
+def _gradient_of(gradient, gate, up, number, result):
+    d_gate, d_up = gradients(gradient, gate, up, _ACTIVATIONS[number])
+    if result < 2:
+        assert up is None or gate.stride(1) == 1, "gradients of pairs are quantized in pairs"
+        return d_up if result else d_gate
+    # Side by side, or in pairs, as gate and up are.
+    return torch.cat([d_gate, d_up], -1) if gate.stride(1) == 1 else torch.stack([d_gate, d_up], -1).flatten(-2)
+
+
+def quantize_gradient(
+    gradient, gate, up, amax, recorded, codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t, number, result, *numbers
+):
+    assert codes_t is not None
+    parts = (codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t)
+    _made(_gradient_of(gradient, gate, up, number, result), amax, recorded, *parts, numbers)
+
+
+def quantize_gradient_aligned(gradient, gate, up, recorded, codes, scales, codes_t, scales_t, number, result, *format):
+    made = _gradient_of(gradient, gate, up, number, result)
+    quantize_aligned(made, recorded, codes, scales, codes_t, scales_t, None, None, *format)
+
+
 def activation(gate, up, out, number):
     write(out, activate(gate, up, _ACTIVATIONS[number]).contiguous())
 
@@ -315,4 +337,5 @@ FUNCTIONS = (
         align,
     ),
     *(quantize_aligned, quantize_gated, quantize_gated_aligned, activation, activation_gradient),
+    *(quantize_gradient, quantize_gradient_aligned),
 )

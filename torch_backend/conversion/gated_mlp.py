@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from blockfp.kernels.switch import once
 
 from ..modules.known_classes import FUNCTIONS, GELU, SILU, Derived, DoesNotFit, MLPParts, check_own_forward, derive, watched
-from ..modules.layer_calls import fused_product, sharing
+from ..modules.layer_calls import fused_mlp, fused_product, sharing
 from ..ops.layer.activations import Activation, Gating, activate
 
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
@@ -199,15 +199,20 @@ class FusedMLP(Derived, nn.Module):
             return self.made_of.forward(self, *inputs, **options)
         (x,) = inputs
         parts = self.parts
-        down, gate, up, act = [None if name is None else self._modules[name] for name in parts[:4]]
-        assert down is not None
-        assert gate is not None
+        modules: Any = self._modules
+        down, gate = modules[parts.down], modules[parts.gate]
+        up, act = None if parts.up is None else modules[parts.up], None if parts.act is None else modules[parts.act]
+        activation = parts.function if act is None else activation_of(act)
+        gating = None if activation is None else Gating(activation, "halves" if parts.halves else "apart")
+        if gating is not None:
+            y = fused_mlp((gate,) if up is None else (gate, up), down, x, gating)
+            if y is not None:
+                return y
         with sharing((gate, up)):
             first = gate(x)
             second = None if up is None else up(x)
-        activation = parts.function if act is None else activation_of(act)
-        if activation is not None:
-            y = fused_product(down, first, second, Gating(activation, "halves" if parts.halves else "apart"))
+        if gating is not None:
+            y = fused_product(down, first, second, gating)
             if y is not None:
                 return y
         if parts.halves:

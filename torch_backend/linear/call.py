@@ -54,13 +54,13 @@ class Layer(ABC):
     @staticmethod
     @abstractmethod
     def backward(
-        ctx: Any, gradient: Tensor, kept: list[Tensor], parts: list[Any], points: list[Any], compiled: bool
+        ctx: Any, gradient: Any, kept: list[Tensor], parts: list[Any], points: list[Any], compiled: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Returns the gradients of x, weight and bias that the call needs.
 
         Args:
             ctx: of the forward.
-            gradient: of y, [tokens, out].
+            gradient: of y, [tokens, out]; for a dense layer, maybe a `prologue.Source` of it.
             kept, parts: what the forward returned; `kept` may be emptied.
             points: the inputs of the prologue.
             compiled: whether a compiler traces the backward.

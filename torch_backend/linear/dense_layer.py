@@ -112,10 +112,14 @@ class DenseLayer(Layer):
 
     @staticmethod
     def backward(
-        ctx: Any, gradient: Tensor, kept: list[Tensor], parts: list[Any], points: list[Any], compiled: bool
+        ctx: Any, gradient: Any, kept: list[Tensor], parts: list[Any], points: list[Any], compiled: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         call: Call = ctx.call
         recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs
+        source = None
+        if type(gradient) is prologue.Source:
+            # From here on the gate stands for the gradient, which is as large.
+            source, gradient = gradient, gradient.gate
         x_laid = ctx.x_laid
         if ctx.again:
             x_laid = call.lays[1]
@@ -130,21 +134,28 @@ class DenseLayer(Layer):
             given = None if formats == (None, None) else ctx.scale
             if given is not None and not call.has_scales:
                 given = multiplier(gradient, given, call, "gradient")
-            amax = None
-            if compiled:
+            amax = found = None
+            if source is None and compiled:
                 plain = keys is None and (column is None or not column.rotate)
                 amax = amax_where_compiled(gradient, *formats, plain, given)
             weight = parts.pop() if parts else None
-            w = weight, *_VALUES
-            if weight is not None and call.direct and call.stored is not None:
-                geometry = weight.geometry
-                w = weight.codes, weight.scales, weight.tensor_scale, geometry.origin or geometry.start
+            w, origin = (weight, *_VALUES), (0, 0)
+            if weight is not None and call.stored is not None:
+                if call.direct:
+                    geometry = weight.geometry
+                    origin = geometry.origin or geometry.start
+                    w = weight.codes, weight.scales, weight.tensor_scale, origin
+                elif source is not None:
+                    origin = weight.origin
             del weight
             if ctx.observed is not None:
                 known = {"amax": amax, "multiplier": given, "keys": keys}
                 observe_again(ctx.observed, "gradient", gradient, row, column, recipe.eps, **known)
+            if source is not None:
+                found = prologue.cast_gradient(source, call, origin, given, now)
+                source = None
             run = linear_ops.backward if now else linear_ops.linear_backward
-            options = (needs_x, needs_weight, ctx.shape[-1], ctx.dtype, w[3], x_laid)
+            options = (needs_x, needs_weight, ctx.shape[-1], ctx.dtype, w[3], x_laid, found)
             results = run(gradient, kept, *w[:3], amax, given, keys, recipe.text, *options)
             if given is not None and ctx.history is not None:
                 record(ctx.history, results[-1], now=now)

@@ -257,8 +257,12 @@ def call_of(
     parallel: Parallel | None,
     prologue: Gating | None = None,
     experts: tuple[int, int] | None = None,
+    made: bool = False,
 ) -> Call:
-    """Checks what `check_tensors` doesn't, and returns the constants of the call."""
+    """Checks what `check_tensors` doesn't, and returns the constants of the call.
+
+    With `made` the input is made of x and wants a gradient, whether or not x does.
+    """
     kind, state, traced = x.device.type, state or LinearState(), torch.compiler.is_compiling()
     # torch has none for meta.
     autocast = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
@@ -276,13 +280,13 @@ def call_of(
         )
     training = torch.is_grad_enabled()
     needs_bias = training and bias is not None and bias.requires_grad
-    needs = (training and x.requires_grad, training and weight.requires_grad, needs_bias)
+    needs = (training and (made or x.requires_grad), training and weight.requires_grad, needs_bias)
     if experts is None:
         _check_state(recipe, state, key, any(needs))
     if recipe.exact_order:
         _check_order(recipe, x, weight, needs, autocast, parallel)
     rank = None if key is not None else state.rank
-    made = 0 if stored is not None or recipe.weight.format is None else part_count(recipe.weight.format)
+    cast = 0 if stored is not None or recipe.weight.format is None else part_count(recipe.weight.format)
     plain = stored is not None or type(weight) in (Tensor, torch.nn.Parameter)
     direct = not traced and plain and (is_real(x) or type(x) is QuantizedTensor)
     lays, kept = NEITHER, recipe.input_columnwise.format
@@ -301,7 +305,7 @@ def call_of(
     if grouped and (parallel is None or experts is not None) and not (traced and state.observed is not None):
         # Compiled code measures each group by itself.
         layer = GroupedLayer
-    options = (made, direct, traced, lays, keeps_laid, takes_axes, autocast, state.has_scales, eps, layer, prologue, experts)
+    options = (cast, direct, traced, lays, keeps_laid, takes_axes, autocast, state.has_scales, eps, layer, prologue, experts)
     return Call(recipe, stored, grouped, needs, training, rank, parallel, *options)
 
 

@@ -9,21 +9,24 @@ backward, of gate and up; but for NVFP4's in eager code. `ops.layer.activations`
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from blockfp.kernels.operand_cast import Pair, given_of, operand_cast
+from blockfp.kernels import switch
+from blockfp.kernels.operand_cast import OperandCast, Pair, given_of, operand_cast
 from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
 
-from ..ops.layer import gated_ops
+from ..ops import cuda
+from ..ops.kernels import kernels_for
+from ..ops.layer import gated_kernels, gated_ops, linear_ops
 from ..ops.layer.activations import Gating, activate, gate_and_up, gradients, joined
 from ..ops.library import runs_now
 from ..ops.product.products import Matrix
 from ..ops.quantize.quantize_plans import part_count
 from ..quantized_tensor.tensor import DTYPES
-from ..torch_internals import functorch_is_active, jit_traces
+from ..torch_internals import assume_constant_result, functorch_is_active, jit_traces
 from .call import Call
 
 
@@ -107,6 +110,87 @@ def cast_again(ctx: Any, points: list[Any], laid: bool) -> list[Tensor]:
     assert call.prologue is not None
     known = (ctx.input_amax, ctx.input_scale, call.eps, call.direct and runs_now(gate))
     return cast(gate, up, call.prologue, None, call.recipe.input_columnwise, *known, (False, laid))[0]
+
+
+gradient_casts: dict[Any, bool] = switch.plans()
+"""What `casts_gradient` found in eager code, by the recipe's text, dtype, device, whether x wants a gradient, gating, whether
+there is an up, and whether scaling isn't delayed."""
+
+
+def casts_gradient(x: Tensor, recipe: Recipe, gating: Gating, gated: bool) -> bool:
+    """Says whether a kernel casts the activation's gradient, for a layer before it with this recipe that reads x.
+
+    With one scale for the tensor it has to be measured first. That pays only in eager code, which measures it in a pass of its
+    own, and only where one tensor holds gate and up.
+    """
+    traced, device, apart = torch.compiler.is_compiling(), x.device, recipe.delayed is None
+    measures = not traced and gating.layout != "apart"
+    found = _casts_gradient(
+        device.type, device.index, x.dtype, recipe.text, x.requires_grad, gating.activation, gated, apart, measures
+    )
+    # A capture can't compare bits (`gated_kernels.agrees`): ask again after it.
+    if not traced and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        switch.kept(gradient_casts, (recipe.text, x.dtype, device, x.requires_grad, gating, gated, apart), found)
+    return found
+
+
+# A constant for dynamo.
+@assume_constant_result
+def _casts_gradient(
+    kind: str, index: int | None, dtype: torch.dtype, casts: str, needs_x: bool, activation: str, gated: bool, apart: bool,
+    measures: bool,
+) -> bool:  # fmt: skip
+    recipe = linear_ops.recipe_of(casts)
+    if dtype not in (torch.bfloat16, torch.float16) or recipe.gradient_columnwise.format is None:
+        return False
+    if kind == "cuda" and not torch.cuda.is_available():
+        # Fake tensors may name a device that this machine lacks.
+        return False
+    x = torch.empty((0, 0), dtype=dtype, device=torch.device(kind) if index is None else torch.device(kind, index))
+    if kernels_for(x) is not cuda:
+        return False
+    cast = linear_ops.gradient_cast(x, None if apart else "multiplier", recipe, needs_x, True, (0, 0))
+    # Any whole lengths: where others come, the operations run.
+    fits = cast.of_made(32, 128, gradient=True) and (measures or not cast.measures)
+    return fits and gated_kernels.agrees(x, activation, gated)
+
+
+class Source(NamedTuple):
+    """What a gradient is made of that comes cast: that of an activation's output, and the activation's inputs.
+
+    `of_up` says which of two gradients it is, where `gate` doesn't hold both.
+    """
+
+    gradient: Tensor
+    gate: Tensor
+    up: Tensor | None
+    gating: Gating
+    of_up: bool
+
+
+_casts: dict[Any, OperandCast] = switch.plans()
+
+
+def cast_gradient(source: Source, call: Call, origin: tuple[int, int], multiplier: Tensor | None, direct: bool) -> list[Tensor]:
+    """Quantizes an activation's gradient for a layer before it, whose weight begins at `origin`; returns its parts, and with a
+    multiplier its amax."""
+    gradient, gate, up, gating, of_up = source
+    recipe, (needs_x, needs_weight, _) = call.recipe, call.needs
+    key, cast = (recipe.text, needs_x, needs_weight, origin, multiplier is None, gate.device), None
+    if direct:
+        cast = _casts.get(key)
+    if cast is None:
+        cast = linear_ops.gradient_cast(gate, given_of(None, multiplier), recipe, needs_x, needs_weight, origin)
+        if direct:
+            switch.kept(_casts, key, cast)
+    format = cast.row or cast.column
+    assert format is not None
+    if direct:
+        parts = gated_ops.quantize_gradient(gradient, gate, up, *gating, of_up, cast, multiplier)
+    else:
+        names = [None if one is None else one.name for one in (cast.row, cast.column)]
+        parts = gated_ops.quantize_gradient_op(gradient, gate, up, *gating, of_up, *names, multiplier, call.eps, *cast.laid)
+    return parts[:-1] if multiplier is None and format.block is None else parts
 
 
 def backward(ctx: Any, gradient: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:

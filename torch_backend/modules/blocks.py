@@ -13,7 +13,8 @@ from blockfp.recipes import Compute, Recipe, RecipeName
 from ..linear.tensor_parallel.pieces import in_pieces
 from ..ops.layer.activations import Gating
 from ..quantized_tensor.sharding import from_local, mesh_of, to_local
-from .layer_calls import gated_product
+from .known_classes import watched
+from .layer_calls import fused_mlp, gated_product
 from .linear import Linear
 from .quantized_layer import LayerOptions, Weights
 
@@ -66,7 +67,12 @@ class LayerNormMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns [.., features] for x [.., features]."""
-        return gated_product(self.down, self.up(x), None, _GATINGS[self.activation])
+        up, gating = self.up, _GATINGS[self.activation]
+        if type(up).forward is not LayerNormLinear.forward or watched(up):
+            return gated_product(self.down, up(x), None, gating)
+        x = up.norm(x)
+        y = fused_mlp((up.linear,), self.down, x, gating)
+        return gated_product(self.down, up.linear(x), None, gating) if y is None else y
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"

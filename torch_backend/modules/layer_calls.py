@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from blockfp.kernels.switch import once
 
-from ..linear.linear import apply
-from ..linear.prologue import activation, takes
+from ..linear.linear import apply, wants_grad
+from ..linear.mlp_function import OneOfMLP, apply_mlp
+from ..linear.prologue import activation, casts_gradient, gradient_casts, takes
 from ..linear.shared_casts import SharedCasts
 from ..linear.tensor_parallel.pieces import in_pieces
 from ..ops.layer.activations import Gating
+from ..torch_internals import dispatch_modes, functorch_is_active, jit_traces
 from .known_classes import LINEAR, Derived, DoesNotFit, SharedInput, check_own_forward, derive, forward_of, watched
 from .linear import Linear
 from .quantized_layer import QuantizedLayer
@@ -53,6 +55,62 @@ def fused_product(layer: Any, gate: Tensor, up: Tensor | None, gating: Gating) -
     if not takes(gate, up, weight, layer.linear_recipe, state):
         return None
     return apply(gate, weight, layer.bias, layer.linear_recipe, state=state, up=up, prologue=gating)
+
+
+def fused_mlp(firsts: Sequence[nn.Module], last: nn.Module, x: Tensor, gating: Gating) -> Tensor | None:
+    """Like `gated_product` of what one or two layers make of x, as one function; None if the layers must be called.
+
+    That is the case unless a kernel casts the activation's gradient for the first layers (`prologue.casts_gradient`). A bias of
+    theirs would need that gradient too.
+    """
+    if type(x) is not Tensor or x.ndim < 2 or x.layout is not torch.strided or not torch.is_grad_enabled():
+        return None
+    compiles = torch.compiler.is_compiling()
+    layers: list[Any] = [*firsts, last]
+    gated, made = len(firsts) > 1 or gating.layout != "apart", 0
+    for layer in layers:
+        if type(layer).forward is not QUANTIZED or layer.parallel is not None or layer.observed is not None:
+            return None
+        if layer.made_of is not None and layer.made_of.forward is not LINEAR:
+            return None
+        own, recipe = layer._parameters, layer.linear_recipe
+        if layer is not last:
+            key = (recipe.text, x.dtype, x.device, x.requires_grad, gating, gated, recipe.delayed is None)
+            casts = None if compiles else gradient_casts.get(key)
+            if not (casts_gradient(x, recipe, gating, gated) if casts is None else casts):
+                return None
+        weight, bias = own.get("weight"), own["bias"] if "bias" in own else layer.bias  # noqa: SIM401
+        if weight is None or weight.shape[1] != (made if layer is last else x.shape[-1]):
+            return None
+        if weight.dtype is not x.dtype or weight.device != x.device:
+            return None
+        if bias is not None and (bias.dtype is not x.dtype or bias.device != x.device):
+            return None
+        if recipe.delayed is not None and not (
+            layer.has_scales and (compiles or layer.known_scale is layer._buffers["input_scale"])
+        ):
+            return None
+        if layer is last:
+            if recipe.input.format is None or recipe.input_columnwise.format is None:
+                return None
+        else:
+            outputs = weight.shape[0] // (1 if gating.layout == "apart" else 2)
+            if bias is not None or not wants_grad(weight) or outputs % 8 or made not in (0, outputs):
+                return None
+            made = outputs
+    if functorch_is_active() or jit_traces() or torch.is_autocast_enabled(x.device.type) or watched(*layers):
+        return None
+    if not compiles and dispatch_modes():
+        return None
+    found: list[OneOfMLP] = []
+    readers: Any = firsts
+    shared = None if compiles or len(firsts) < 2 else SharedCasts(readers)
+    with NOTHING if shared is None else shared:
+        for layer in layers:
+            casts = None if shared is None or layer is last else shared.of(layer, x)
+            state = layer.state(alone=casts is None) if layer.stateful else None
+            found.append(OneOfMLP(layer._parameters["weight"], layer.linear_recipe, state, casts))
+        return apply_mlp(x, found, bias, gating)
 
 
 # ---- layers that read one input

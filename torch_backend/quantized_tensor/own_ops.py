@@ -79,12 +79,13 @@ def _linear_backward(
     dtype: torch.dtype,
     origin: Sequence[int],
     x_laid: bool = False,
+    found: list[Tensor] | None = None,
 ) -> list[Tensor]:
     _check_format(weight, linear_ops.recipe_of(casts).weight.format)
     run = linear_ops.backward if runs_now(weight.codes) else linear_ops.linear_backward
     parts = (weight.codes, weight.scales, weight.tensor_scale)
     # The caller's `origin` is for plain weights.
-    options = (needs_x, needs_weight, columns, dtype, weight.origin, x_laid)
+    options = (needs_x, needs_weight, columns, dtype, weight.origin, x_laid, found)
     return run(gradient, list(x), *parts, amax, multiplier, keys, casts, *options)
 
 

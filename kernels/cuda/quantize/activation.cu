@@ -39,8 +39,7 @@ __global__ void __launch_bounds__(kThreads)
     d_up = times<T>(dy, activation_of<A, T>(parts.gate));
     dy = times<T>(dy, parts.up);
   }
-  const Eight<T> d_gate = rounded<T>([&](int i) { return activation_gradient_of<A, T>(value<T>(dy, i), value<T>(parts.gate, i)); });
-  store_gate_and_up<T>(d_x, d_gated, row, column, d_gate, d_up);
+  store_gate_and_up<T>(d_x, d_gated, row, column, activation_gradient_of<A, T>(dy, parts.gate), d_up);
 }
 
 // Calls body with a 16-bit dtype and an activation, as instances of their types.

@@ -1,4 +1,4 @@
-// Elements computed by an activation, in registers: loading gate and up, the activations, and their derivatives.
+// Elements computed by an activation, in registers: loading gate, up and gradient, the activations, and their derivatives.
 //
 // The bits are those of PyTorch's eager operations on this device, each of which computes in fp32 and rounds to T. So the
 // expressions are written like PyTorch's and contracted alike. Whether they agree is tested at run time, over all values of a
@@ -91,7 +91,10 @@ __device__ __forceinline__ Eight<T> activation_of(const Eight<T>& gate) {
 // Eight adjacent elements of the gate and of up.
 template <class T>
 struct GateAndUp {
+  using How = Gated;
   Eight<T> gate, up;
+
+  __device__ __forceinline__ static const How& how(const QuantizeArguments& a) { return a.gated; }
 
   // Loads from row `row`, starting at `column`, a multiple of eight; rows are aligned for vectors.
   __device__ __forceinline__ void load(const Matrices& x, const Gated& g, int64_t row, int64_t column) {
@@ -116,6 +119,56 @@ struct GateAndUp {
   __device__ __forceinline__ Eight<T> made(const Gated& g) const {
     const Eight<T> out = activation_of<A, T>(gate);
     return g.up == nullptr ? out : times<T>(out, up);
+  }
+};
+
+// The gradient of the gate, where `dy` is that of the activation's output without up.
+template <Activation A, class T>
+__device__ __forceinline__ Eight<T> activation_gradient_of(const Eight<T>& dy, const Eight<T>& gate) {
+  return rounded<T>([&](int i) { return activation_gradient_of<A, T>(value<T>(dy, i), value<T>(gate, i)); });
+}
+
+// What eight adjacent elements of the gradients of gate and up are computed from.
+template <class T>
+struct GradientSources {
+  using How = GatedGradient;
+  Eight<T> gradient, gate, up;  // of pairs: four elements of the gradient, and gate holds four pairs
+  bool of_up;
+
+  __device__ __forceinline__ static const How& how(const QuantizeArguments& a) { return a.gradient; }
+
+  // Loads for elements from `column` on, a multiple of eight.
+  __device__ __forceinline__ void load(const Matrices& x, const GatedGradient& g, int64_t row, int64_t column) {
+    using Raw = typename T::Raw;
+    const Raw* at = static_cast<const Raw*>(x.data) + row * x.row_stride;
+    const Raw* dy = static_cast<const Raw*>(g.gradient) + row * g.gradient_stride;
+    if (g.pairs) {
+      const uint2 four = __ldg(reinterpret_cast<const uint2*>(dy + column / 2));
+      gradient.word[0] = four.x, gradient.word[1] = four.y;
+      gate = load_vector<T>(at + column);
+      return;
+    }
+    column += g.first;
+    of_up = column >= g.gate_columns;
+    if (of_up) column -= g.gate_columns;
+    gradient = load_vector<T>(dy + column);
+    gate = load_vector<T>(at + column);
+    if (g.up != nullptr && !of_up) up = load_vector<T>(static_cast<const Raw*>(g.up) + row * g.up_stride + column);
+  }
+
+  template <Activation A>
+  __device__ __forceinline__ Eight<T> made(const GatedGradient& g) const {
+    if (g.pairs) {
+      const auto of = [&](int i) { return value<T>(gate, i / 2 * 2); };
+      const auto dy = [&](int i) { return value<T>(gradient, i / 2); };
+      const Eight<T> inner =
+          rounded<T>([&](int i) { return i % 2 ? activation_of<A>(of(i)) : __fmul_rn(dy(i), value<T>(gate, i + 1)); });
+      return rounded<T>([&](int i) {
+        return i % 2 ? __fmul_rn(dy(i), value<T>(inner, i)) : activation_gradient_of<A, T>(value<T>(inner, i), of(i));
+      });
+    }
+    if (of_up) return times<T>(gradient, activation_of<A, T>(gate));
+    return activation_gradient_of<A, T>(g.up == nullptr ? gradient : times<T>(gradient, up), gate);
   }
 };
 

@@ -18,7 +18,7 @@ from blockfp.kernels.operand_cast import OperandCast
 from .. import cuda
 from ..kernels import kernels_for
 from ..quantize.cuda_reader import Read, made_reader
-from .activations import ROWS, activate, gradients
+from .activations import ROWS, activate, gate_and_up, gradients
 
 _agreed: dict[Any, bool] = {}
 """Whether the kernels match PyTorch, by device, dtype, activation and presence of an up."""
@@ -29,8 +29,22 @@ def plan_of(gate: Tensor, up: Tensor | None, activation: str, layout: str, cast:
     # A gate alone is activated as fast as it is read for an amax: two kernels read no more than one after the other.
     if not _takes(gate, up, layout == "pairs") or (up is None and cast.measures):
         return None
-    run = made_reader(gate, cast, "quantize_gated", ROWS[activation].number)
+    run = made_reader(gate, cast, ROWS[activation].number)
     return run if run is not None and agrees(gate, activation, up is not None) else None
+
+
+def gradient_plan_of(
+    whole: Tensor, up: Tensor | None, activation: str, layout: str, of_up: bool, cast: OperandCast
+) -> Read | None:
+    """Plans the cast of a gradient of `gated_ops.quantize_gradient`; None where no kernel takes it.
+
+    `whole` is the gate as it comes, with up or without.
+    """
+    gate, other = gate_and_up(whole, up, layout)
+    if not _takes(gate, other, layout == "pairs"):
+        return None
+    run = made_reader(whole, cast, ROWS[activation].number, int(of_up) if layout == "apart" else 2)
+    return run if run is not None and agrees(gate, activation, other is not None) else None
 
 
 def lies_aligned(gate: Tensor, up: Tensor | None) -> bool:
@@ -67,10 +81,8 @@ def gradient_of(gradient: Tensor, gate: Tensor, up: Tensor | None, activation: s
         or not agrees(gate, activation, True)
     ):
         return None
-    if gradient.stride(-1) != 1 or gradient.stride(0) % 8 or gradient.data_ptr() % 16 or gradient.is_neg():
-        gradient = gradient.contiguous().resolve_neg()
-        if gradient.data_ptr() % 16:
-            gradient = gradient.clone()
+    if not gradient.is_contiguous() or gradient.data_ptr() % 16 or gradient.is_neg():
+        gradient = in_vectors(gradient)
     rows, columns = gate.shape
     if layout == "apart":
         d_gate, d_up = results = [gate.new_empty((rows, columns)) for _ in range(2)]
@@ -79,6 +91,15 @@ def gradient_of(gradient: Tensor, gate: Tensor, up: Tensor | None, activation: s
         d_gate, d_up = (results[0][:, ::2], results[0][:, 1::2]) if pairs else results[0].chunk(2, -1)
     library().activation_gradient(gradient.detach(), gate.detach(), up.detach(), d_gate, d_up, ROWS[activation].number)
     return results
+
+
+def in_vectors(gradient: Tensor) -> Tensor:
+    """Returns a gradient that kernels can read, a copy where autograd's can't be."""
+    if gradient.stride(-1) != 1 or gradient.stride(0) % 8 or gradient.data_ptr() % 16 or gradient.is_neg():
+        gradient = gradient.contiguous().resolve_neg()
+        if gradient.data_ptr() % 16:
+            gradient = gradient.clone()
+    return gradient
 
 
 def _takes(gate: Tensor, up: Tensor | None, pairs: bool) -> bool:

@@ -1,11 +1,14 @@
-"""The custom ops of linear layers behind an activation: the cast of what it makes, and its gradients.
+"""The custom ops of linear layers around an activation: the cast of what it makes, its gradients, and the cast of these.
 
     blockfp::quantize_gated  (gate, up, activation, layout, row, column, amax, multiplier, ..)
                              -> [row parts .., column parts .., amax of formats with one scale per tensor]
     blockfp::gated_gradient  (gradient, gate, up, activation, layout) -> [d_gate, d_up], or d_gate alone
+    blockfp::quantize_gradient  (gradient, gate, up, activation, layout, of_up, row, column, multiplier, ..)
+                             -> the parts of d_gate or, with `of_up`, of d_up, as `quantize_gated` returns them
 
-On a GPU what the activation makes never lies in memory, where a kernel has the bits of PyTorch's operations (`gated_kernels`).
-Everywhere else the operations run one after the other. `activations` says what `activation` and `layout` are.
+On a GPU what the activation makes and the gradients that are cast never lie in memory, where a kernel has the bits of PyTorch's
+operations (`gated_kernels`). Everywhere else the operations run one after the other. `activations` says what `activation` and
+`layout` are.
 """
 
 from __future__ import annotations
@@ -31,6 +34,10 @@ quantize_op = define(
     "Tensor? multiplier=None, bool rotate=False, float eps=0.0, bool lay_row=False, bool lay_column=False) -> Tensor[]"
 )
 gradient_op = define("gated_gradient(Tensor gradient, Tensor gate, Tensor? up, str activation, str layout) -> Tensor[]")
+quantize_gradient_op = define(
+    "quantize_gradient(Tensor gradient, Tensor gate, Tensor? up, str activation, str layout, bool of_up, str? row, "
+    "str? column, Tensor? multiplier=None, float eps=0.0, bool lay_row=False, bool lay_column=False) -> Tensor[]"
+)
 
 _plans: dict[Any, Any] = switch.plans()
 
@@ -82,6 +89,37 @@ def gated_gradient(gradient: Tensor, gate: Tensor, up: Tensor | None, activation
     return [d_gate, d_up] if layout == "apart" else [joined(d_gate, d_up, layout)]
 
 
+def quantize_gradient(
+    gradient: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    activation: str,
+    layout: str,
+    of_up: bool,
+    cast: OperandCast,
+    multiplier: Tensor | None = None,
+) -> list[Tensor]:
+    """Carries out the op `quantize_gradient`: quantizes d_gate, d_up or, where one tensor holds gate and up, both in it."""
+    beside = None if up is None else up.stride()
+    key = (cast, activation, layout, of_up, gate.shape, gate.stride(), beside, gate.dtype, gate.device)
+    run = _plans.get(key, key)
+    if run is key:
+        run = gated_kernels.gradient_plan_of(gate, up, activation, layout, of_up, of_format(cast))
+        if not (gate.is_cuda and torch.cuda.is_current_stream_capturing()):
+            switch.kept(_plans, key, run)
+    first, second = gate_and_up(gate, up, layout)
+    if run is not None and gated_kernels.lies_aligned(first, None if layout == "pairs" else second):
+        if not gradient.is_contiguous() or gradient.data_ptr() % 16 or gradient.is_neg():
+            gradient = gated_kernels.in_vectors(gradient)
+        return run((gradient.detach(), first.detach(), None if second is None else second.detach()), None, multiplier)
+    found, format = gated_gradient(gradient, gate, up, activation, layout)[int(of_up)], cast.format
+    amax = None
+    if cast.given is None and format.per_tensor:
+        amax, cast = kernels_for(found).amax(found, format).blocks.view(1), cast._replace(given="amax")
+    parts = quantize_matrix(found, cast, amax, multiplier)
+    return parts if amax is None else [*parts, amax]
+
+
 @impl(quantize_op)
 def _quantize(
     gate, up, activation, layout, row, column, amax=None, multiplier=None, rotate=False, eps=0.0, lay_row=False,
@@ -113,3 +151,21 @@ def _gradient(gradient, gate, up, activation, layout) -> list[Tensor]:
 @fake(gradient_op)
 def _gradient_fake(gradient, gate, up, activation, layout) -> list[Tensor]:
     return [gate.new_empty(gate.shape) for one in (gate, up) if one is not None]
+
+
+@impl(quantize_gradient_op)
+def _quantize_gradient(
+    gradient, gate, up, activation, layout, of_up, row, column, multiplier=None, eps=0.0, lay_row=False, lay_column=False
+) -> list[Tensor]:
+    first, second = (None if name is None else Format.parse(name) for name in (row, column))
+    cast = OperandCast(first, second, given_of(None, multiplier), NEITHER, False, eps, (lay_row, lay_column))
+    return quantize_gradient(gradient, gate, up, activation, layout, of_up, cast, multiplier)
+
+
+@fake(quantize_gradient_op)
+def _quantize_gradient_fake(
+    gradient, gate, up, activation, layout, of_up, row, column, multiplier=None, eps=0.0, lay_row=False, lay_column=False
+) -> list[Tensor]:
+    parts = empty_directions(gate, tuple(gate.shape), (row, column), (lay_row, lay_column))
+    whole = Format.parse(row or column).per_tensor
+    return [*parts, gate.new_empty((1,), dtype=torch.int32)] if whole else parts

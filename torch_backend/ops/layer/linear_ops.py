@@ -34,7 +34,7 @@ from ..quantize.quantize_plans import plan_of, quantize_matrix
 linear_backward = define(
     "linear_backward(Tensor gradient, Tensor[] x, Tensor? weight, Tensor? scales, Tensor? tensor_scale, Tensor? amax, "
     "Tensor? multiplier, Tensor? keys, str casts, bool needs_x, bool needs_weight, SymInt columns, "
-    "ScalarType dtype, SymInt[] origin, bool x_laid=False) -> Tensor[]"
+    "ScalarType dtype, SymInt[] origin, bool x_laid=False, Tensor[]? found=None) -> Tensor[]"
 )
 
 
@@ -240,6 +240,7 @@ def backward(
     dtype: torch.dtype,
     origin: tuple[int, int] = (0, 0),
     x_laid: bool = False,
+    found: list[Tensor] | None = None,
 ) -> list[Tensor]:
     """Carries out a layer's backward.
 
@@ -255,6 +256,8 @@ def backward(
         columns: in.
         dtype: of the weight's gradient.
         x_laid: whether the parts of x come laid out for the product.
+        found: the parts of a gradient that comes cast (`gradient_cast`), and with a multiplier its amax; `gradient` is any
+            tensor like it then. The list is emptied.
 
     Returns:
         The gradients that are wanted, of x [tokens, in] and of the weight [out, in]; with a multiplier the amax of what came.
@@ -268,7 +271,9 @@ def backward(
         recipe = recipe_of(casts)
         plan = _plan_backward(gradient, given_of(amax, multiplier), recipe, needs_x, needs_weight, origin)
     quantize, row, column, count, laid, of_input, of_weight, weight_columnwise, fast, exact, wgrad, dgrad = first = plan
-    parts = [] if quantize is None else quantize(gradient, amax, multiplier, keys)
+    parts = found
+    if parts is None:
+        parts = [] if quantize is None else quantize(gradient, amax, multiplier, keys)
     g = [gradient] if row is None else parts[:count]
     del parts[:count]
     recorded = [parts.pop()] if multiplier is not None else []
@@ -312,6 +317,21 @@ def backward(
     return results if d_x is None else [d_x, *results]
 
 
+def gradient_cast(
+    gradient: Tensor, given: Given, recipe: Recipe, needs_x: bool, needs_weight: bool, origin: tuple[int, int]
+) -> OperandCast:
+    """Describes how a backward casts a gradient like this one; `origin` is the weight's."""
+    row, column = recipe.gradient if needs_x else None, recipe.gradient_columnwise if needs_weight else None
+    rowwise, columnwise = None if row is None else row.format, None if column is None else column.format
+    turns, exact = recipe.weight.format is not None, recipe.exactness
+    held = recipe.weight.format if turns else recipe.weight_columnwise.format
+    laid = (
+        comes_laid(gradient, rowwise, held, exact=exact, in_order=in_order(held, origin if turns else (0, 0), turns)),
+        comes_laid(gradient, columnwise, recipe.input_columnwise.format, exact=exact),
+    )
+    return operand_cast(row, column, recipe.eps, given=given, keyed=True, laid=laid)
+
+
 def _plan_backward(
     gradient: Tensor,
     given: Given,
@@ -320,45 +340,37 @@ def _plan_backward(
     needs_weight: bool,
     origin: tuple[int, int],
 ) -> _Backward:
-    row, column = recipe.gradient if needs_x else None, recipe.gradient_columnwise if needs_weight else None
-    rowwise, columnwise = None if row is None else row.format, None if column is None else column.format
-    of_weight, exact = recipe.weight.format, recipe.exactness
-    held = recipe.weight_columnwise.format if of_weight is None else of_weight
-    turns = of_weight is not None
-    laid = (
-        comes_laid(gradient, rowwise, held, exact=exact, in_order=in_order(held, origin if turns else (0, 0), turns)),
-        comes_laid(gradient, columnwise, recipe.input_columnwise.format, exact=exact),
-    )
-    cast = operand_cast(row, column, recipe.eps, given=given, keyed=True, laid=laid)
+    cast = gradient_cast(gradient, given, recipe, needs_x, needs_weight, origin)
     quantize = None if cast.row is cast.column is None else plan_of(gradient, cast, one_scale=True)
     fast = ("dgrad" in recipe.fast_accum, "wgrad" in recipe.fast_accum)
     return _Backward(
         quantize,
-        rowwise,
-        columnwise,
-        _count(rowwise),
-        laid,
+        cast.row,
+        cast.column,
+        _count(cast.row),
+        cast.laid,
         recipe.input_columnwise.format,
-        of_weight,
+        recipe.weight.format,
         recipe.weight_columnwise.format,
         fast,
-        exact,
+        recipe.exactness,
     )
 
 
 @impl(linear_backward)
 def _linear_backward(
     gradient, x, weight, scales, tensor_scale, amax, multiplier, keys, casts, needs_x, needs_weight, columns, dtype, origin,
-    x_laid=False,
+    x_laid=False, found=None,
 ) -> list[Tensor]:  # fmt: skip
-    options = (needs_x, needs_weight, columns, dtype, (origin[0], origin[1]), x_laid)
+    found = None if found is None else list(found)
+    options = (needs_x, needs_weight, columns, dtype, (origin[0], origin[1]), x_laid, found)
     return backward(gradient, list(x), weight, scales, tensor_scale, amax, multiplier, keys, casts, *options)
 
 
 @fake(linear_backward)
 def _linear_backward_fake(
     gradient, x, weight, scales, tensor_scale, amax, multiplier, keys, casts, needs_x, needs_weight, columns, dtype, origin,
-    x_laid=False,
+    x_laid=False, found=None,
 ) -> list[Tensor]:  # fmt: skip
     results = [gradient.new_empty((gradient.shape[0], columns))] if needs_x else []
     if needs_weight:

@@ -28,14 +28,16 @@ or None. The amax is returned with a multiplier, and of what is made in formats 
 """
 
 
-def reader(x: Tensor, cast: OperandCast, *, one_scale: bool = False, function: str = "quantize", first: float = 0) -> Read:
-    """Plans to quantize matrices that lie as x does, or what a kernel makes of inputs as large.
+def reader(
+    x: Tensor, cast: OperandCast, *, one_scale: bool = False, function: str = "quantize", first: int = 0, result: int = 0
+) -> Read:
+    """Plans to quantize matrices that lie as x does, or what a kernel makes that is as large (`calls.quantize`).
 
     Both directions are rounded alike. With `one_scale` they share the scale of the whole tensor: nobody may write to it.
     """
     check_input_on_device(x)
     cast = cast._replace(eps=eps_for(cast.format, cast.eps))
-    call, device = calls.quantize(tuple(x.shape), name_of(x.dtype), cast, function, first=first), x.device
+    call, device = calls.quantize(tuple(x.shape), name_of(x.dtype), cast, function, first=first, result=result), x.device
     of_made, given, keyed = function != "quantize", cast.given, any(cast.random)
     run, numbers, names = getattr(library(), call.function), tuple(call.numbers.values()), list(call.arrays)
     first_part, count = names.index("codes"), len(names)
@@ -85,6 +87,10 @@ def reader(x: Tensor, cast: OperandCast, *, one_scale: bool = False, function: s
     return read
 
 
-def made_reader(x: Tensor, cast: OperandCast, function: str, first: float) -> Read | None:
-    """`reader` of what a kernel makes of inputs that lie as x does; None where it doesn't have the format or the lengths."""
-    return reader(x, cast, function=function, first=first) if cast.of_made(*x.shape) else None
+def made_reader(x: Tensor, cast: OperandCast, first: int, result: int | None = None) -> Read | None:
+    """`reader` of an activation's output as large as x, or of a `result` of its gradient; None where no kernel has the format
+    or the lengths."""
+    if not cast.of_made(*x.shape, gradient=result is not None):
+        return None
+    function = "quantize_gated" if result is None else "quantize_gradient"
+    return reader(x, cast, function=function, first=first, result=result or 0)
