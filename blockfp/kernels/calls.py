@@ -46,7 +46,6 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "quantize_aligned": (("recorded", *_ALIGNED, *STORED_T), _FORMAT),
     "quantize_gated_aligned": (("recorded", *_ALIGNED), ("activation", *_FORMAT)),
     "quantize_gradient": (("amax", "recorded", *PARTS, *PARTS_T), ("activation", "result", *_FORMAT, *_LIMITS, *_ORDERED)),
-    "quantize_gradient_aligned": (("recorded", *_ALIGNED), ("activation", "result", *_FORMAT)),
     "quantize_groups_aligned": (("overflows", *_ALIGNED, *STORED_T), ("groups", *_FORMAT)),
     "encode": (("blocks", "nan", "amax", "key", *PARTS), (*_FORMAT, "eps_bits", "largest_bits", *_PLACE)),
     "requantize": (("blocks", "nan", "amax", "key", *PARTS, "kept_tensor_scale"), (*_FORMAT, *_PLACE)),

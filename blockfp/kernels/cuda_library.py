@@ -19,7 +19,7 @@ _FUNCTIONS = (
     *("transpose", "align", "fold_keys", "adamw", "adamw_codes", "addresses", "count_steps"),
     *("group_rows", "group_words", "group_columns", "quantize_groups", "sum_groups", "clear_groups"),
     *("quantize_aligned", "quantize_groups_aligned", "quantize_gated_aligned"),
-    *("quantize_gated", "quantize_gradient", "quantize_gradient_aligned", "activation", "activation_gradient"),
+    *("quantize_gated", "quantize_gradient", "activation", "activation_gradient"),
     *("newest_amaxes", "update_scales"),
 )
 

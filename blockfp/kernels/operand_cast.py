@@ -8,7 +8,7 @@ from ..definition.recipe import Cast
 from ..formats import Format
 
 _MADE = {("e4m3", None), ("e4m3", 128), ("e4m3", 32), ("e3m2", 32), ("e2m1", 32), ("e2m1", 16)}
-_GRADIENTS = {("e4m3", None), ("e4m3", 128), ("e4m3", 32), ("e5m2", None)}
+_GRADIENTS = {("e4m3", None), ("e5m2", None)}
 """Elements and lengths of 1-D blocks, None for the whole tensor, of what an activation makes and of its gradients (kMadeBlock,
 kMadeGradient in kernels/cuda/quantize/sources.cuh)."""
 
@@ -80,7 +80,7 @@ class OperandCast(NamedTuple):
     def of_made(self, rows: int, columns: int, *, gradient: bool = False) -> bool:
         """Says whether kernels that make their operand [rows, columns], an activation or its `gradient`, have this cast."""
         format, made = self.format, _GRADIENTS if gradient else _MADE
-        if gradient and self.column is None:
+        if gradient and (self.column is None or self.given != "multiplier"):
             return False
         if (self.rotates and not cuda_rotates(format)) or (self.row is not None and self.column not in (None, self.row)):
             return False

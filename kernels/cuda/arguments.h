@@ -99,7 +99,7 @@ struct QuantizeArguments {
   bool scales_by_tile;          // store scales by tile, for order_scales.cu
   Gated gated;                  // only read by launch_gated and launch_aligned_gated
   Groups groups;
-  GatedGradient gradient;       // only read by launch_gradient and launch_aligned_gradient
+  GatedGradient gradient;       // only read by launch_gradient
 };
 
 struct EncodeArguments {
@@ -175,8 +175,6 @@ cudaError_t launch_amax_rotated(const Matrices& x, int32_t* out, cudaStream_t st
 // The same for an activation's output; the second amax only with `rotated`.
 cudaError_t launch_amax_gated(const Matrices& x, const Gated& gated, bool rotated, int32_t* out, cudaStream_t stream,
                               const float* unless = nullptr);
-// The amax of an activation's gradients.
-cudaError_t launch_amax_gradient(const Matrices& x, const GatedGradient& gradient, int32_t* out, cudaStream_t stream, const float* unless);
 // Raises history[0] to the amax unless that is Inf.
 cudaError_t launch_record_amax(const int32_t* amax, float* history, cudaStream_t stream);
 cudaError_t launch_amax_blocks(const AmaxBlocksArguments& a, cudaStream_t stream);
@@ -224,18 +222,16 @@ cudaError_t launch_groups(QuantizeArguments a, const int32_t* words, cudaStream_
 // Quantizes an activation's output. Returns an error for elements and blocks that aren't compiled (kMadeBlock of sources.cuh).
 template <class E>
 cudaError_t launch_gated(const QuantizeArguments& a, cudaStream_t stream);
-// Quantizes an activation's gradients, along the columns at least (kMadeGradient).
+// Quantizes an activation's gradients by one given scale, along the columns at least (kMadeGradient).
 template <class E>
 cudaError_t launch_gradient(const QuantizeArguments& a, cudaStream_t stream);
 
-// Quantizes MX, rounded to nearest, with one or both directions aligned; `row` isn't written. An activation's output and its
-// gradients are aligned in all that are wanted.
+// Quantizes MX, rounded to nearest, with one or both directions aligned; `row` isn't written. An activation's output is aligned
+// in both.
 template <class E>
 cudaError_t launch_aligned(const QuantizeArguments& a, cudaStream_t stream);
 template <class E>
 cudaError_t launch_aligned_gated(const QuantizeArguments& a, cudaStream_t stream);
-template <class E>
-cudaError_t launch_aligned_gradient(const QuantizeArguments& a, cudaStream_t stream);
 template <class E>
 cudaError_t launch_aligned_groups(QuantizeArguments a, const int32_t* words, cudaStream_t stream);
 // out: the activation's output for x.

@@ -302,13 +302,9 @@ def quantize_gradient(
     gradient, gate, up, amax, recorded, codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t, number, result, *numbers
 ):
     assert codes_t is not None
+    assert amax.dtype == torch.float32, "gradients are quantized by a given multiplier"
     parts = (codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t)
     _made(_gradient_of(gradient, gate, up, number, result), amax, recorded, *parts, numbers)
-
-
-def quantize_gradient_aligned(gradient, gate, up, recorded, codes, scales, codes_t, scales_t, number, result, *format):
-    made = _gradient_of(gradient, gate, up, number, result)
-    quantize_aligned(made, recorded, codes, scales, codes_t, scales_t, None, None, *format)
 
 
 def activation(gate, up, out, number):
@@ -337,5 +333,5 @@ FUNCTIONS = (
         align,
     ),
     *(quantize_aligned, quantize_gated, quantize_gated_aligned, activation, activation_gradient),
-    *(quantize_gradient, quantize_gradient_aligned),
+    quantize_gradient,
 )

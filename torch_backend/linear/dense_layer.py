@@ -139,20 +139,17 @@ class DenseLayer(Layer):
                 plain = keys is None and (column is None or not column.rotate)
                 amax = amax_where_compiled(gradient, *formats, plain, given)
             weight = parts.pop() if parts else None
-            w, origin = (weight, *_VALUES), (0, 0)
-            if weight is not None and call.stored is not None:
-                if call.direct:
-                    geometry = weight.geometry
-                    origin = geometry.origin or geometry.start
-                    w = weight.codes, weight.scales, weight.tensor_scale, origin
-                elif source is not None:
-                    origin = weight.origin
+            w = weight, *_VALUES
+            if weight is not None and call.direct and call.stored is not None:
+                geometry = weight.geometry
+                w = weight.codes, weight.scales, weight.tensor_scale, geometry.origin or geometry.start
             del weight
             if ctx.observed is not None:
                 known = {"amax": amax, "multiplier": given, "keys": keys}
                 observe_again(ctx.observed, "gradient", gradient, row, column, recipe.eps, **known)
             if source is not None:
-                found = prologue.cast_gradient(source, call, origin, given, now)
+                assert given is not None
+                found = prologue.cast_gradient(source, call, given, now)
                 source = None
             run = linear_ops.backward if now else linear_ops.linear_backward
             options = (needs_x, needs_weight, ctx.shape[-1], ctx.dtype, w[3], x_laid, found)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from blockfp.kernels import switch
-from blockfp.kernels.operand_cast import OperandCast, Pair, given_of, operand_cast
+from blockfp.kernels.operand_cast import Pair, given_of, operand_cast
 from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
 
 from ..ops import cuda
@@ -113,33 +113,30 @@ def cast_again(ctx: Any, points: list[Any], laid: bool) -> list[Tensor]:
 
 
 gradient_casts: dict[Any, bool] = switch.plans()
-"""What `casts_gradient` found in eager code, by the recipe's text, dtype, device, whether x wants a gradient, gating, whether
-there is an up, and whether scaling isn't delayed."""
+"""What `casts_gradient` found in eager code, by the recipe's text, dtype, device, whether x wants a gradient, gating, and
+whether there is an up."""
 
 
 def casts_gradient(x: Tensor, recipe: Recipe, gating: Gating, gated: bool) -> bool:
     """Says whether a kernel casts the activation's gradient, for a layer before it with this recipe that reads x.
 
-    With one scale for the tensor it has to be measured first. That pays only in eager code, which measures it in a pass of its
-    own, and only where one tensor holds gate and up.
+    That is so with delayed scaling. A scale of now has to be measured first, and casts in blocks are no faster.
     """
-    traced, device, apart = torch.compiler.is_compiling(), x.device, recipe.delayed is None
-    measures = not traced and gating.layout != "apart"
-    found = _casts_gradient(
-        device.type, device.index, x.dtype, recipe.text, x.requires_grad, gating.activation, gated, apart, measures
+    traced, device = torch.compiler.is_compiling(), x.device
+    found = recipe.delayed is not None and _casts_gradient(
+        device.type, device.index, x.dtype, recipe.text, x.requires_grad, gating.activation, gated
     )
     # A capture can't compare bits (`gated_kernels.agrees`): ask again after it.
     if not traced and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-        switch.kept(gradient_casts, (recipe.text, x.dtype, device, x.requires_grad, gating, gated, apart), found)
+        switch.kept(gradient_casts, (recipe.text, x.dtype, device, x.requires_grad, gating, gated), found)
     return found
 
 
 # A constant for dynamo.
 @assume_constant_result
 def _casts_gradient(
-    kind: str, index: int | None, dtype: torch.dtype, casts: str, needs_x: bool, activation: str, gated: bool, apart: bool,
-    measures: bool,
-) -> bool:  # fmt: skip
+    kind: str, index: int | None, dtype: torch.dtype, casts: str, needs_x: bool, activation: str, gated: bool
+) -> bool:
     recipe = linear_ops.recipe_of(casts)
     if dtype not in (torch.bfloat16, torch.float16) or recipe.gradient_columnwise.format is None:
         return False
@@ -147,11 +144,10 @@ def _casts_gradient(
         # Fake tensors may name a device that this machine lacks.
         return False
     x = torch.empty((0, 0), dtype=dtype, device=torch.device(kind) if index is None else torch.device(kind, index))
-    if kernels_for(x) is not cuda:
-        return False
-    cast = linear_ops.gradient_cast(x, None if apart else "multiplier", recipe, needs_x, True, (0, 0))
+    row, column = recipe.gradient if needs_x else None, recipe.gradient_columnwise
+    cast = operand_cast(row, column, recipe.eps, given="multiplier", keyed=True)
     # Any whole lengths: where others come, the operations run.
-    fits = cast.of_made(32, 128, gradient=True) and (measures or not cast.measures)
+    fits = kernels_for(x) is cuda and cast.of_made(32, 128, gradient=True)
     return fits and gated_kernels.agrees(x, activation, gated)
 
 
@@ -168,29 +164,15 @@ class Source(NamedTuple):
     of_up: bool
 
 
-_casts: dict[Any, OperandCast] = switch.plans()
-
-
-def cast_gradient(source: Source, call: Call, origin: tuple[int, int], multiplier: Tensor | None, direct: bool) -> list[Tensor]:
-    """Quantizes an activation's gradient for a layer before it, whose weight begins at `origin`; returns its parts, and with a
-    multiplier its amax."""
+def cast_gradient(source: Source, call: Call, multiplier: Tensor, direct: bool) -> list[Tensor]:
+    """Quantizes an activation's gradient for a layer before it; returns its parts and its amax."""
     gradient, gate, up, gating, of_up = source
-    recipe, (needs_x, needs_weight, _) = call.recipe, call.needs
-    key, cast = (recipe.text, needs_x, needs_weight, origin, multiplier is None, gate.device), None
+    row, column = call.recipe.gradient if call.needs[0] else None, call.recipe.gradient_columnwise if call.needs[1] else None
+    cast = operand_cast(row, column, call.eps, given="multiplier")
     if direct:
-        cast = _casts.get(key)
-    if cast is None:
-        cast = linear_ops.gradient_cast(gate, given_of(None, multiplier), recipe, needs_x, needs_weight, origin)
-        if direct:
-            switch.kept(_casts, key, cast)
-    format = cast.row or cast.column
-    assert format is not None
-    if direct:
-        parts = gated_ops.quantize_gradient(gradient, gate, up, *gating, of_up, cast, multiplier)
-    else:
-        names = [None if one is None else one.name for one in (cast.row, cast.column)]
-        parts = gated_ops.quantize_gradient_op(gradient, gate, up, *gating, of_up, *names, multiplier, call.eps, *cast.laid)
-    return parts[:-1] if multiplier is None and format.block is None else parts
+        return gated_ops.quantize_gradient(gradient, gate, up, *gating, of_up, cast, multiplier)
+    names = [None if one is None else one.name for one in (cast.row, cast.column)]
+    return gated_ops.quantize_gradient_op(gradient, gate, up, *gating, of_up, *names, multiplier, call.eps)
 
 
 def backward(ctx: Any, gradient: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:

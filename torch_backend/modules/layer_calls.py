@@ -75,7 +75,7 @@ def fused_mlp(firsts: Sequence[nn.Module], last: nn.Module, x: Tensor, gating: G
             return None
         own, recipe = layer._parameters, layer.linear_recipe
         if layer is not last:
-            key = (recipe.text, x.dtype, x.device, x.requires_grad, gating, gated, recipe.delayed is None)
+            key = (recipe.text, x.dtype, x.device, x.requires_grad, gating, gated)
             casts = None if compiles else gradient_casts.get(key)
             if not (casts_gradient(x, recipe, gating, gated) if casts is None else casts):
                 return None

@@ -45,18 +45,6 @@ cudaError_t rotated(const Matrices& x, int32_t* out, cudaStream_t stream, Launch
   return cudaGetLastError();
 }
 
-// Launches amax_gated.
-template <class T, class Parts>
-cudaError_t of_made(const Matrices& x, const typename Parts::How& how, int32_t* out, cudaStream_t stream, const float* unless) {
-  constexpr int kUnroll = 2;
-  const int64_t eights = x.rows * (x.columns / 8), all = ceil_div(eights, kAmaxThreads * kUnroll);
-  const int64_t blocks = unless == nullptr ? all : std::min(all, kFilling);
-  if (cudaError_t error = cudaMemsetAsync(out, 0, sizeof(int32_t), stream); error != cudaSuccess || eights == 0) return error;
-  if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
-  amax_gated<T, kUnroll, Parts><<<blocks, kAmaxThreads, 0, stream>>>(x, how, eights, out, unless);
-  return cudaGetLastError();
-}
-
 template <class T>
 cudaError_t amax_of_gated(const Matrices& x, const Gated& gated, bool also_rotated, int32_t* out, cudaStream_t stream,
                           const float* unless) {
@@ -65,7 +53,13 @@ cudaError_t amax_of_gated(const Matrices& x, const Gated& gated, bool also_rotat
       amax_rotated<T><<<blocks, kRotatedThreads, 0, stream>>>(x, GatedEights{gated}, across, groups, out);
     });
   }
-  return of_made<T, GateAndUp<T>>(x, gated, out, stream, unless);
+  constexpr int kUnroll = 2;
+  const int64_t eights = x.rows * (x.columns / 8), all = ceil_div(eights, kAmaxThreads * kUnroll);
+  const int64_t blocks = unless == nullptr ? all : std::min(all, kFilling);
+  if (cudaError_t error = cudaMemsetAsync(out, 0, sizeof(int32_t), stream); error != cudaSuccess || eights == 0) return error;
+  if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
+  amax_gated<T, kUnroll><<<blocks, kAmaxThreads, 0, stream>>>(x, gated, eights, out, unless);
+  return cudaGetLastError();
 }
 
 }  // namespace
@@ -82,11 +76,6 @@ cudaError_t launch_amax_gated(const Matrices& x, const Gated& gated, bool rotate
                               const float* unless) {
   return x.dtype == Bf16::kId ? amax_of_gated<Bf16>(x, gated, rotated, out, stream, unless)
                               : amax_of_gated<Fp16>(x, gated, rotated, out, stream, unless);
-}
-
-cudaError_t launch_amax_gradient(const Matrices& x, const GatedGradient& gradient, int32_t* out, cudaStream_t stream, const float* unless) {
-  return x.dtype == Bf16::kId ? of_made<Bf16, GradientSources<Bf16>>(x, gradient, out, stream, unless)
-                              : of_made<Fp16, GradientSources<Fp16>>(x, gradient, out, stream, unless);
 }
 
 // Raises a history's newest entry to an amax unless that is Inf.

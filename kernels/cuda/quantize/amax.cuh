@@ -39,9 +39,9 @@ __global__ void __launch_bounds__(kAmaxThreads) amax_flat(const typename T::Raw*
 // Whether a scale exists, which makes an amax needless; the same in all threads.
 __device__ __forceinline__ bool is_known(const float* unless) { return unless != nullptr && __float_as_int(__ldg(unless)) > 0; }
 
-// The same for an activation's output or gradients: `Unroll` eights per thread, and again, a grid further on.
-template <class T, int Unroll, class Parts>
-__global__ void __launch_bounds__(kAmaxThreads) amax_gated(const __grid_constant__ Matrices x, const __grid_constant__ typename Parts::How gated,
+// The same for an activation's output: `Unroll` eights per thread, and again, a grid further on.
+template <class T, int Unroll>
+__global__ void __launch_bounds__(kAmaxThreads) amax_gated(const __grid_constant__ Matrices x, const __grid_constant__ Gated gated,
                                                            int64_t eights, int32_t* out, const float* unless) {
   __shared__ int32_t warps[kAmaxThreads / 32];
   if (is_known(unless)) return;
@@ -49,12 +49,12 @@ __global__ void __launch_bounds__(kAmaxThreads) amax_gated(const __grid_constant
   const int64_t across = x.columns / 8;
   int32_t most = 0;
   for (int64_t first = blockIdx.x * kStep + threadIdx.x; first - threadIdx.x < eights; first += gridDim.x * kStep) {
-    Parts parts[Unroll];
+    GateAndUp<T> parts[Unroll];
 #pragma unroll
     for (int u = 0; u < Unroll; ++u) {
-      // What lies past the end counts again as the last one.
-      const int64_t index = min(first + u * kAmaxThreads, eights - 1), row = index / across;
-      parts[u].load(x, gated, row, (index - row * across) * 8);
+      const int64_t index = first + u * kAmaxThreads, row = index / across;
+      parts[u].gate = parts[u].up = zeros<T>();
+      if (index < eights) parts[u].load(x, gated, row, (index - row * across) * 8);
     }
     with_activation(gated.activation, [&](auto activation) {
 #pragma unroll

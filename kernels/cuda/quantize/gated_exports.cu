@@ -5,11 +5,9 @@
 //       As `quantize` (exports.cu) with `mark`, for activation(gate) or activation(gate) * up, rounded to nearest.
 //   quantize_gated_aligned(gate, up?, recorded, codes?, scales?, codes_t?, scales_t?, activation, FORMAT)
 //       As `quantize_aligned` (aligned_exports.cu), for the same.
-//   quantize_gradient(gradient, gate, up?, .., activation, result, FORMAT, measure, eps_bits, largest_bits, rotate_t, rows_ordered,
-//                     columns_ordered)
-//   quantize_gradient_aligned(gradient, gate, up?, .., activation, result, FORMAT)
-//       The same for a result of `activation_gradient`: 0 d_gate, 1 d_up, 2 both, side by side or in the pairs of gate and up.
-//       Columns are quantized, or both; never rotated.
+//   quantize_gradient(gradient, gate, up?, amax, recorded, .., activation, result, FORMAT, .., columns_ordered)
+//       As `quantize_gated` for a result of `activation_gradient`: 0 d_gate, 1 d_up, 2 both, side by side or in the pairs of gate
+//       and up. By one scale, which `amax` gives; columns are quantized, or both.
 //   activation(gate, up?, out, activation)
 //       out: [rows, columns], contiguous.
 //   activation_gradient(gradient, gate, up?, d_gate, d_up?, activation)
@@ -67,51 +65,19 @@ GatedMatrices gradients_of(const TensorView& gradient, const TensorView& gate, c
   return both;
 }
 
-void quantize_made(const GatedMatrices& both, const OnDevice& on, const MadeOutputs& outputs, const Format& format, bool measure,
-                   int64_t eps_bits, int64_t largest_bits, bool rotate_t, bool rows_ordered, bool columns_ordered) {
-  QuantizeArguments a = made_arguments(both.x, "gate", on, outputs, format, measure, eps_bits, largest_bits, rotate_t, rows_ordered,
-                                       columns_ordered);
-  a.gated = both.gated, a.gradient = both.gated;
-  const bool gradient = both.gated.gradient != nullptr;
-  check(!gradient || (has(outputs.codes_t) && !rotate_t), "gradients are quantized along the columns, and not rotated");
-  const auto amax = [&](int32_t* out, bool rotated) {
-    on.done(gradient ? launch_amax_gradient(a.x, a.gradient, out, on.stream, a.multiplier)
-                     : launch_amax_gated(a.x, a.gated, rotated, out, on.stream, a.multiplier));
-  };
-  if (a.measured) amax(a.recorded, false);
-  if (measure && a.amax != nullptr) amax(data_of<int32_t>(outputs.amax), rotate_t);
-  on.done(with_element(a.format.element, [&](auto e) {
-    return gradient ? launch_gradient<decltype(e)>(a, on.stream) : launch_gated<decltype(e)>(a, on.stream);
-  }));
-}
-
-void quantize_made_aligned(const GatedMatrices& both, const OnDevice& on, const TensorView& recorded, const MaybeTensor& codes,
-                           const MaybeTensor& scales, const MaybeTensor& codes_t, const MaybeTensor& scales_t, const Format& format) {
-  QuantizeArguments a{};
-  a.x = both.x, a.gated = both.gated, a.gradient = both.gated, a.format = format;
-  const int64_t rows = a.x.rows, columns = a.x.columns;
-  check(rows > 0 && columns > 0 && rows % 8 == 0, "gate must not be empty, and have a multiple of 8 rows; it has ", rows, " and ", columns,
-        " columns");
-  a.window = {0, 0, rows, columns, 0, 0};
-  a.aligned_row = aligned_output("codes", codes, "scales", scales, on.device, 1, rows, columns);
-  a.aligned_column = aligned_output("codes_t", codes_t, "scales_t", scales_t, on.device, 1, columns, rows);
-  check_array(recorded, "recorded", on.device, 1, 32, "one int32");
-  a.recorded = data_of<int32_t>(recorded), a.mark = true;
-  on.done(cudaMemsetAsync(a.recorded, 0, sizeof(int32_t), on.stream));
-  const bool gradient = both.gated.gradient != nullptr;
-  on.done(with_element(a.format.element, [&](auto e) {
-    return gradient ? launch_aligned_gradient<decltype(e)>(a, on.stream) : launch_aligned_gated<decltype(e)>(a, on.stream);
-  }));
-}
-
 void quantize_gated(TensorView gate, MaybeTensor up, MaybeTensor amax, MaybeTensor recorded, MaybeTensor codes, MaybeTensor scales,
                     MaybeTensor tensor_scale, MaybeTensor codes_t, MaybeTensor scales_t, MaybeTensor tensor_scale_t,
                     int64_t activation, int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule, bool measure,
                     int64_t eps_bits, int64_t largest_bits, bool rotate_t, bool rows_ordered, bool columns_ordered) {
   const OnDevice on(gate, "gate");
-  quantize_made(gated_of(gate, up, activation, on), on, {amax, recorded, codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t},
-                checked_format(element, block_rows, block_columns, rule), measure, eps_bits, largest_bits, rotate_t,
-                rows_ordered, columns_ordered);
+  const GatedMatrices both = gated_of(gate, up, activation, on);
+  const MadeOutputs outputs{amax, recorded, codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t};
+  QuantizeArguments a = made_arguments(both.x, "gate", on, outputs, checked_format(element, block_rows, block_columns, rule), measure,
+                                       eps_bits, largest_bits, rotate_t, rows_ordered, columns_ordered);
+  a.gated = both.gated;
+  if (a.measured) on.done(launch_amax_gated(a.x, a.gated, false, a.recorded, on.stream, a.multiplier));
+  if (measure && a.amax != nullptr) on.done(launch_amax_gated(a.x, a.gated, rotate_t, data_of<int32_t>(amax), on.stream));
+  on.done(with_element(a.format.element, [&](auto e) { return launch_gated<decltype(e)>(a, on.stream); }));
 }
 
 void quantize_gradient(TensorView gradient, TensorView gate, MaybeTensor up, MaybeTensor amax, MaybeTensor recorded, MaybeTensor codes,
@@ -119,26 +85,32 @@ void quantize_gradient(TensorView gradient, TensorView gate, MaybeTensor up, May
                        int64_t activation, int64_t result, int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule,
                        bool measure, int64_t eps_bits, int64_t largest_bits, bool rotate_t, bool rows_ordered, bool columns_ordered) {
   const OnDevice on(gate, "gate");
-  quantize_made(gradients_of(gradient, gate, up, activation, result, on), on,
-                {amax, recorded, codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t},
-                checked_format(element, block_rows, block_columns, rule), measure, eps_bits, largest_bits, rotate_t,
-                rows_ordered, columns_ordered);
+  const GatedMatrices both = gradients_of(gradient, gate, up, activation, result, on);
+  const MadeOutputs outputs{amax, recorded, codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t};
+  QuantizeArguments a = made_arguments(both.x, "gate", on, outputs, checked_format(element, block_rows, block_columns, rule), measure,
+                                       eps_bits, largest_bits, rotate_t, rows_ordered, columns_ordered);
+  check(a.multiplier != nullptr && !measure && has(codes_t), "gradients are quantized by a given multiplier, along the columns");
+  a.gradient = both.gated;
+  on.done(with_element(a.format.element, [&](auto e) { return launch_gradient<decltype(e)>(a, on.stream); }));
 }
 
 void quantize_gated_aligned(TensorView gate, MaybeTensor up, TensorView recorded, MaybeTensor codes, MaybeTensor scales, MaybeTensor codes_t,
                             MaybeTensor scales_t, int64_t activation, int64_t element, int64_t block_rows, int64_t block_columns,
                             int64_t rule) {
   const OnDevice on(gate, "gate");
-  quantize_made_aligned(gated_of(gate, up, activation, on), on, recorded, codes, scales, codes_t, scales_t,
-                        aligned_format(element, block_rows, block_columns, rule));
-}
-
-void quantize_gradient_aligned(TensorView gradient, TensorView gate, MaybeTensor up, TensorView recorded, MaybeTensor codes,
-                               MaybeTensor scales, MaybeTensor codes_t, MaybeTensor scales_t, int64_t activation, int64_t result,
-                               int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule) {
-  const OnDevice on(gate, "gate");
-  quantize_made_aligned(gradients_of(gradient, gate, up, activation, result, on), on, recorded, codes, scales, codes_t, scales_t,
-                        aligned_format(element, block_rows, block_columns, rule));
+  const GatedMatrices both = gated_of(gate, up, activation, on);
+  QuantizeArguments a{};
+  a.x = both.x, a.gated = both.gated;
+  a.format = aligned_format(element, block_rows, block_columns, rule);
+  const int64_t rows = a.x.rows, columns = a.x.columns;
+  check(gate.numel() > 0 && rows % 8 == 0, "gate must not be empty, and have a multiple of 8 rows; it is ", describe(gate));
+  a.window = {0, 0, rows, columns, 0, 0};
+  a.aligned_row = aligned_output("codes", codes, "scales", scales, on.device, 1, rows, columns);
+  a.aligned_column = aligned_output("codes_t", codes_t, "scales_t", scales_t, on.device, 1, columns, rows);
+  check_array(recorded, "recorded", on.device, 1, 32, "one int32");
+  a.recorded = data_of<int32_t>(recorded), a.mark = true;
+  on.done(cudaMemsetAsync(a.recorded, 0, sizeof(int32_t), on.stream));
+  on.done(with_element(a.format.element, [&](auto e) { return launch_aligned_gated<decltype(e)>(a, on.stream); }));
 }
 
 void activation(TensorView gate, MaybeTensor up, TensorView out, int64_t kind) {
@@ -164,7 +136,6 @@ void activation_gradient(TensorView gradient, TensorView gate, MaybeTensor up, T
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize_gated, quantize_gated);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize_gated_aligned, quantize_gated_aligned);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize_gradient, quantize_gradient);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize_gradient_aligned, quantize_gradient_aligned);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(activation, activation);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(activation_gradient, activation_gradient);
 

@@ -74,17 +74,6 @@ cudaError_t launch_aligned_gated<BLOCKFP_ELEMENT>(const QuantizeArguments& a, cu
 }
 
 template <>
-cudaError_t launch_aligned_gradient<BLOCKFP_ELEMENT>(const QuantizeArguments& a, cudaStream_t stream) {
-  using E = BLOCKFP_ELEMENT;
-  if constexpr (!kMadeGradient<E, 32>) {
-    return cudaErrorInvalidValue;
-  } else {
-    return a.x.dtype == Bf16::kId ? whole<E, Bf16, Rounding::kNearest, false, OfGradients>(a, stream)
-                                  : whole<E, Fp16, Rounding::kNearest, false, OfGradients>(a, stream);
-  }
-}
-
-template <>
 cudaError_t launch_aligned_groups<BLOCKFP_ELEMENT>(QuantizeArguments a, const int32_t* words, cudaStream_t stream) {
   using E = BLOCKFP_ELEMENT;
   if (a.groups.count == 0) return cudaSuccess;

@@ -68,12 +68,12 @@ using OfActivations = Made<GateAndUp, 4>;
 using OfGradients = Made<GradientSources, 2>;
 
 // Whether a source's output is quantized to this element in blocks of this length: the casts of inputs in recipes, and of
-// gradients that are rounded to nearest.
+// gradients with delayed scaling. In blocks, gradients are cast no faster as they are made (H200: 1.2 to 2.7% of a layer slower).
 template <class E, int Block>
 constexpr bool kMadeBlock = (E::kId == E4M3::kId && Block != 16) || (E::kId == E3M2::kId && Block == 32) ||
                              (E::kId == E2M1::kId && (Block == 16 || Block == 32));
 template <class E, int Block>
-constexpr bool kMadeGradient = (E::kId == E4M3::kId && Block != 16) || (E::kId == E5M2::kId && Block == 0);
+constexpr bool kMadeGradient = (E::kId == E4M3::kId || E::kId == E5M2::kId) && Block == 0;
 
 }  // namespace cuda
 }  // namespace blockfp

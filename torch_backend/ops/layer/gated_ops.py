@@ -4,7 +4,7 @@
                              -> [row parts .., column parts .., amax of formats with one scale per tensor]
     blockfp::gated_gradient  (gradient, gate, up, activation, layout) -> [d_gate, d_up], or d_gate alone
     blockfp::quantize_gradient  (gradient, gate, up, activation, layout, of_up, row, column, multiplier, ..)
-                             -> the parts of d_gate or, with `of_up`, of d_up, as `quantize_gated` returns them
+                             -> the parts of d_gate or, with `of_up`, of d_up, and its amax
 
 On a GPU what the activation makes and the gradients that are cast never lie in memory, where a kernel has the bits of PyTorch's
 operations (`gated_kernels`). Everywhere else the operations run one after the other. `activations` says what `activation` and
@@ -36,7 +36,7 @@ quantize_op = define(
 gradient_op = define("gated_gradient(Tensor gradient, Tensor gate, Tensor? up, str activation, str layout) -> Tensor[]")
 quantize_gradient_op = define(
     "quantize_gradient(Tensor gradient, Tensor gate, Tensor? up, str activation, str layout, bool of_up, str? row, "
-    "str? column, Tensor? multiplier=None, float eps=0.0, bool lay_row=False, bool lay_column=False) -> Tensor[]"
+    "str? column, Tensor multiplier, float eps=0.0) -> Tensor[]"
 )
 
 _plans: dict[Any, Any] = switch.plans()
@@ -97,7 +97,7 @@ def quantize_gradient(
     layout: str,
     of_up: bool,
     cast: OperandCast,
-    multiplier: Tensor | None = None,
+    multiplier: Tensor,
 ) -> list[Tensor]:
     """Carries out the op `quantize_gradient`: quantizes d_gate, d_up or, where one tensor holds gate and up, both in it."""
     beside = None if up is None else up.stride()
@@ -112,12 +112,7 @@ def quantize_gradient(
         if not gradient.is_contiguous() or gradient.data_ptr() % 16 or gradient.is_neg():
             gradient = gated_kernels.in_vectors(gradient)
         return run((gradient.detach(), first.detach(), None if second is None else second.detach()), None, multiplier)
-    found, format = gated_gradient(gradient, gate, up, activation, layout)[int(of_up)], cast.format
-    amax = None
-    if cast.given is None and format.per_tensor:
-        amax, cast = kernels_for(found).amax(found, format).blocks.view(1), cast._replace(given="amax")
-    parts = quantize_matrix(found, cast, amax, multiplier)
-    return parts if amax is None else [*parts, amax]
+    return quantize_matrix(gated_gradient(gradient, gate, up, activation, layout)[int(of_up)], cast, None, multiplier)
 
 
 @impl(quantize_op)
@@ -154,18 +149,12 @@ def _gradient_fake(gradient, gate, up, activation, layout) -> list[Tensor]:
 
 
 @impl(quantize_gradient_op)
-def _quantize_gradient(
-    gradient, gate, up, activation, layout, of_up, row, column, multiplier=None, eps=0.0, lay_row=False, lay_column=False
-) -> list[Tensor]:
+def _quantize_gradient(gradient, gate, up, activation, layout, of_up, row, column, multiplier, eps=0.0) -> list[Tensor]:
     first, second = (None if name is None else Format.parse(name) for name in (row, column))
-    cast = OperandCast(first, second, given_of(None, multiplier), NEITHER, False, eps, (lay_row, lay_column))
+    cast = OperandCast(first, second, "multiplier", eps=eps)
     return quantize_gradient(gradient, gate, up, activation, layout, of_up, cast, multiplier)
 
 
 @fake(quantize_gradient_op)
-def _quantize_gradient_fake(
-    gradient, gate, up, activation, layout, of_up, row, column, multiplier=None, eps=0.0, lay_row=False, lay_column=False
-) -> list[Tensor]:
-    parts = empty_directions(gate, tuple(gate.shape), (row, column), (lay_row, lay_column))
-    whole = Format.parse(row or column).per_tensor
-    return [*parts, gate.new_empty((1,), dtype=torch.int32)] if whole else parts
+def _quantize_gradient_fake(gradient, gate, up, activation, layout, of_up, row, column, multiplier, eps=0.0) -> list[Tensor]:
+    return [*empty_directions(gate, tuple(gate.shape), (row, column), NEITHER), gate.new_empty((1,), dtype=torch.int32)]

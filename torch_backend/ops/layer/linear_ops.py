@@ -256,8 +256,8 @@ def backward(
         columns: in.
         dtype: of the weight's gradient.
         x_laid: whether the parts of x come laid out for the product.
-        found: the parts of a gradient that comes cast (`gradient_cast`), and with a multiplier its amax; `gradient` is any
-            tensor like it then. The list is emptied.
+        found: the parts of a gradient that comes cast (`prologue.cast_gradient`) and its amax; `gradient` is any tensor like it
+            then. The list is emptied.
 
     Returns:
         The gradients that are wanted, of x [tokens, in] and of the weight [out, in]; with a multiplier the amax of what came.
@@ -317,21 +317,6 @@ def backward(
     return results if d_x is None else [d_x, *results]
 
 
-def gradient_cast(
-    gradient: Tensor, given: Given, recipe: Recipe, needs_x: bool, needs_weight: bool, origin: tuple[int, int]
-) -> OperandCast:
-    """Describes how a backward casts a gradient like this one; `origin` is the weight's."""
-    row, column = recipe.gradient if needs_x else None, recipe.gradient_columnwise if needs_weight else None
-    rowwise, columnwise = None if row is None else row.format, None if column is None else column.format
-    turns, exact = recipe.weight.format is not None, recipe.exactness
-    held = recipe.weight.format if turns else recipe.weight_columnwise.format
-    laid = (
-        comes_laid(gradient, rowwise, held, exact=exact, in_order=in_order(held, origin if turns else (0, 0), turns)),
-        comes_laid(gradient, columnwise, recipe.input_columnwise.format, exact=exact),
-    )
-    return operand_cast(row, column, recipe.eps, given=given, keyed=True, laid=laid)
-
-
 def _plan_backward(
     gradient: Tensor,
     given: Given,
@@ -340,20 +325,29 @@ def _plan_backward(
     needs_weight: bool,
     origin: tuple[int, int],
 ) -> _Backward:
-    cast = gradient_cast(gradient, given, recipe, needs_x, needs_weight, origin)
+    row, column = recipe.gradient if needs_x else None, recipe.gradient_columnwise if needs_weight else None
+    rowwise, columnwise = None if row is None else row.format, None if column is None else column.format
+    of_weight, exact = recipe.weight.format, recipe.exactness
+    held = recipe.weight_columnwise.format if of_weight is None else of_weight
+    turns = of_weight is not None
+    laid = (
+        comes_laid(gradient, rowwise, held, exact=exact, in_order=in_order(held, origin if turns else (0, 0), turns)),
+        comes_laid(gradient, columnwise, recipe.input_columnwise.format, exact=exact),
+    )
+    cast = operand_cast(row, column, recipe.eps, given=given, keyed=True, laid=laid)
     quantize = None if cast.row is cast.column is None else plan_of(gradient, cast, one_scale=True)
     fast = ("dgrad" in recipe.fast_accum, "wgrad" in recipe.fast_accum)
     return _Backward(
         quantize,
-        cast.row,
-        cast.column,
-        _count(cast.row),
-        cast.laid,
+        rowwise,
+        columnwise,
+        _count(rowwise),
+        laid,
         recipe.input_columnwise.format,
-        recipe.weight.format,
+        of_weight,
         recipe.weight_columnwise.format,
         fast,
-        recipe.exactness,
+        exact,
     )
 
 
