@@ -28,7 +28,7 @@ from .library import import_tvm_ffi, installed
 LIBRARY = "libblockfp_cuda.so"
 ELEMENTS = ("E4M3", "E5M2", "E3M2", "E2M3", "E2M1", "Int8")
 _PER_ELEMENT = (
-    *("quantize_gradient", "quantize_aligned", "quantize_tiles", "quantize_gated", "quantize_groups", "quantize_rows"),
+    *("quantize_aligned", "quantize_tiles", "quantize_gated", "quantize_groups", "quantize_rows"),
 )  # longest compile first
 _FLAGS = ("-std=c++17", "-O3", "--threads", "1", "-Xcompiler", "-fPIC,-fvisibility=hidden")
 

@@ -86,9 +86,7 @@ class LayerFunction(torch.autograd.Function):
         compiled = torch.compiler.is_compiling()
         if not compiled:
             if gradient.layout is not torch.strided:
-                raise TypeError(
-                    f"the gradient of a layer's output must be dense, got layout {gradient.layout}: pass it as to_dense()"
-                )
+                raise not_dense(gradient)
             if torch.is_grad_enabled():
                 return *_with_graph(ctx, gradient), *rest
         gradient = gradient if axes is None else gradient.flatten(0, -2)
@@ -109,6 +107,10 @@ class LayerFunction(torch.autograd.Function):
             if axes is not None:
                 d_x = d_x.reshape(*axes)
         return d_x, d_up, d_weight, d_bias, *rest
+
+
+def not_dense(gradient: Tensor) -> TypeError:
+    return TypeError(f"the gradient of a layer's output must be dense, got layout {gradient.layout}: pass it as to_dense()")
 
 
 def _with_graph(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

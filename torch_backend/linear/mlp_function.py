@@ -27,7 +27,7 @@ from ..ops.library import outputs
 from ..torch_internals import apply_of, unsafe_view, unwrap_if_dead
 from . import prologue
 from .call import Call
-from .layer_function import NO_STATE, LayerFunction
+from .layer_function import NO_STATE, LayerFunction, not_dense
 from .linear import LinearState, call_of, known_by
 from .second_order import OfInput, backward_with_graph, plus, taken
 
@@ -124,9 +124,7 @@ class MLPFunction(torch.autograd.Function):
         compiled = torch.compiler.is_compiling()
         if not compiled:
             if gradient.layout is not torch.strided:
-                raise TypeError(
-                    f"the gradient of a layer's output must be dense, got layout {gradient.layout}: pass it as to_dense()"
-                )
+                raise not_dense(gradient)
             if torch.is_grad_enabled():
                 return *_with_graph(ctx, gradient, saved), *rest
             ctx.maybe_clear_saved_tensors()

@@ -118,14 +118,10 @@ whether there is an up."""
 
 
 def casts_gradient(x: Tensor, recipe: Recipe, gating: Gating, gated: bool) -> bool:
-    """Says whether a kernel casts the activation's gradient, for a layer before it with this recipe that reads x.
-
-    That is so with delayed scaling. A scale of now has to be measured first, and casts in blocks are no faster.
-    """
+    """Says whether a kernel casts the activation's gradient by a given scale, for a layer before it with this recipe that reads
+    x."""
     traced, device = torch.compiler.is_compiling(), x.device
-    found = recipe.delayed is not None and _casts_gradient(
-        device.type, device.index, x.dtype, recipe.text, x.requires_grad, gating.activation, gated
-    )
+    found = _casts_gradient(device.type, device.index, x.dtype, recipe.text, x.requires_grad, gating.activation, gated)
     # A capture can't compare bits (`gated_kernels.agrees`): ask again after it.
     if not traced and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         switch.kept(gradient_casts, (recipe.text, x.dtype, device, x.requires_grad, gating, gated), found)

@@ -60,8 +60,8 @@ def fused_product(layer: Any, gate: Tensor, up: Tensor | None, gating: Gating) -
 def fused_mlp(firsts: Sequence[nn.Module], last: nn.Module, x: Tensor, gating: Gating) -> Tensor | None:
     """Like `gated_product` of what one or two layers make of x, as one function; None if the layers must be called.
 
-    That is the case unless a kernel casts the activation's gradient for the first layers (`prologue.casts_gradient`). A bias of
-    theirs would need that gradient too.
+    That is the case unless a kernel casts the activation's gradient for the first layers, which scale by delay
+    (`prologue.casts_gradient`). A bias of theirs would need that gradient too.
     """
     if type(x) is not Tensor or x.ndim < 2 or x.layout is not torch.strided or not torch.is_grad_enabled():
         return None
@@ -75,6 +75,9 @@ def fused_mlp(firsts: Sequence[nn.Module], last: nn.Module, x: Tensor, gating: G
             return None
         own, recipe = layer._parameters, layer.linear_recipe
         if layer is not last:
+            # A scale of now has to be measured first, and casts in blocks are no faster.
+            if recipe.delayed is None:
+                return None
             key = (recipe.text, x.dtype, x.device, x.requires_grad, gating, gated)
             casts = None if compiles else gradient_casts.get(key)
             if not (casts_gradient(x, recipe, gating, gated) if casts is None else casts):

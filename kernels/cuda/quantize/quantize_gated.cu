@@ -1,4 +1,4 @@
-// Launches the quantizers of an activation's output for one element, BLOCKFP_ELEMENT.
+// Launches the quantizers of an activation's output and of its gradients for one element, BLOCKFP_ELEMENT.
 #include "made_launch.cuh"
 
 namespace blockfp {
@@ -7,6 +7,11 @@ namespace cuda {
 template <>
 cudaError_t launch_gated<BLOCKFP_ELEMENT>(const QuantizeArguments& a, cudaStream_t stream) {
   return launch_made<BLOCKFP_ELEMENT, OfActivations>(a, stream);
+}
+
+template <>
+cudaError_t launch_gradient<BLOCKFP_ELEMENT>(const QuantizeArguments& a, cudaStream_t stream) {
+  return launch_made<BLOCKFP_ELEMENT, OfGradients>(a, stream);
 }
 
 }  // namespace cuda

@@ -81,6 +81,7 @@ def gradient_of(gradient: Tensor, gate: Tensor, up: Tensor | None, activation: s
         or not agrees(gate, activation, True)
     ):
         return None
+    # Autograd's is contiguous; this spares it a call.
     if not gradient.is_contiguous() or gradient.data_ptr() % 16 or gradient.is_neg():
         gradient = in_vectors(gradient)
     rows, columns = gate.shape

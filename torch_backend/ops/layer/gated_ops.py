@@ -109,8 +109,7 @@ def quantize_gradient(
             switch.kept(_plans, key, run)
     first, second = gate_and_up(gate, up, layout)
     if run is not None and gated_kernels.lies_aligned(first, None if layout == "pairs" else second):
-        if not gradient.is_contiguous() or gradient.data_ptr() % 16 or gradient.is_neg():
-            gradient = gated_kernels.in_vectors(gradient)
+        gradient = gated_kernels.in_vectors(gradient)
         return run((gradient.detach(), first.detach(), None if second is None else second.detach()), None, multiplier)
     return quantize_matrix(gated_gradient(gradient, gate, up, activation, layout)[int(of_up)], cast, None, multiplier)
 
